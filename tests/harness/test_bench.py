@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole pair against the fake engine: real processes, sockets, signals and files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.arms import Arm
+from harness.calibrate import Calibration, spread
+from harness.cli import main
+from harness.errors import UserError
+from harness.load import RequestRecord
+from harness.pair import what_bound
+from harness.stats import percentile
+from harness.store import RunStore
+from harness.trace import make_trace
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+SMALL = "--quick --requests 4 --cohort-size 2 --output-tokens 8 --rates 0.5,1.2"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    engine = f"{sys.executable} {FAKE}"
+    places = ["--out", str(out), "--cache", str(out.parent / "cache"), "--engine-command", engine]
+    return ["bench", *SMALL.split(), *places, *more]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def engines_of(out: Path) -> list[str]:
+    """Command lines of running processes that have to do with this run."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if process.name.isdigit() and str(out) in command and str(os.getpid()) != process.name:
+            found.append(command)
+    return found
+
+
+def test_pair_from_checkpoint_to_headline(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(out)) == 0
+    manifest, summary = read(out / "manifest.json"), read(out / "summary.json")
+
+    calibration = read(out / "calibration.json")
+    ttft = [request["first_token_s"] - request["due_s"] for request in calibration["unloaded"]]
+    assert calibration["unloaded_ttft_p50_s"] == percentile(ttft, 50)
+    assert manifest["limits"]["applied"] == pytest.approx(
+        {"15": 4.8 * calibration["unloaded_ttft_p50_s"], "25": 8.0 * calibration["unloaded_ttft_p50_s"]}
+    )
+    ends = [request["done_s"] for request in calibration["burst"]]
+    assert calibration["capacity_qps"] == 4 / max(ends)
+    assert manifest["rates"] == [float(f"{share * calibration['capacity_qps']:.3g}") for share in (0.5, 1.2)]
+    assert calibration["trace_sha256"] != manifest["trace"]["sha256"]
+
+    assert [arm["name"] for arm in summary["arms"]] == ["tp2", "dcp2"]
+    for arm in summary["arms"]:
+        assert [cell["offered_qps"] for cell in arm["cells"]] == manifest["rates"]
+        assert [(cell["n"], cell["failed"]) for cell in arm["cells"]] == [(4, 0), (4, 0)]
+    assert [arm["topology"]["dcp"] for arm in summary["arms"]] == [1, 2]
+    assert summary["arms"][1]["kv_tokens"] == 2 * summary["arms"][0]["kv_tokens"]
+    assert summary["parity"]["ok"] and summary["parity"]["compared"] == 5 * 3 * 20
+    assert read(out / "parity.json")["prefills_beside"]["dcp2"] > 0
+    assert [note.partition(" at ")[0] for note in summary["notes"]] == ["tp2", "dcp2"]
+
+    for arm in manifest["arms"]:
+        assert arm["engine"]["argv"][2:6] == ["serve", "--profile", "cpu", "--topology"]
+        assert [rank["rank"] for rank in arm["engine"]["ranks"]] == [0, 1]
+    assert list(manifest["steps_s"]) == [
+        *("checkpoint", "trace", "reference", "tp2 start", "tp2 parity", "tp2 calibration", "tp2 sweep"),
+        *("dcp2 start", "dcp2 parity", "dcp2 sweep"),
+    ]
+    shown = capsys.readouterr()
+    assert "| tp2 " in shown.out and "| dcp2 " in shown.out
+    assert re.search(r"cell 4/4 dcp2 @ \S+ QPS  sent 4 running 0 done 4/4", shown.err)
+    assert engines_of(out) == []
+
+
+def test_one_bad_arm_is_refused_and_the_other_ones_cells_are_kept(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"wrong_topology": "dcp2", "wrong_by": 0.25}))
+    assert main(arguments(out)) == 2
+    shown = capsys.readouterr()
+    refusal = "parity refused: prompt p0 (40 tokens), position 0, |Δlogprob| 0.25 > 0.001 (dcp2 vs reference)"
+    assert f"error: {refusal}" in shown.err.splitlines()[-1]
+    summary = read(out / "summary.json")
+    assert summary["parity"]["ok"] is False and summary["parity"]["diverged"][0]["prompt"] == "p0"
+    assert [len(arm["cells"]) for arm in summary["arms"]] == [2, 0]
+    headline = shown.out.partition("## Cells")[0]
+    assert refusal in headline and "| tp2" not in headline
+    assert "dcp2 was not measured: this run compares nothing." in summary["notes"]
+    assert engines_of(out) == []
+
+
+def test_engine_that_dies_in_a_cell_leaves_it_aborted(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration_and_warm_up = (4 + 4) * 8 + 8
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"die_after_tokens": calibration_and_warm_up + 12}))
+    assert main(arguments(out)) == 2
+    shown = capsys.readouterr()
+    line, *log = shown.err[shown.err.index("error: ") :].splitlines()
+    assert re.fullmatch(
+        r"error: engine tp2 died while measuring at \S+ QPS \(exit status 7\); its log is \S+ and ends:", line
+    )
+    assert log[-1] == "  | RuntimeError: the fake engine was told to die here"
+    assert str(out / "logs" / "tp2.log") in line
+    (cell,) = RunStore.open(out).cells()
+    assert cell.facts["aborted"] and len(cell.records) == 4
+    (kept,) = read(out / "summary.json")["arms"][0]["cells"]
+    assert kept["invalid_reasons"] == ["interrupted"]
+    assert "## Cells" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (
+            {"inactive_feature": "cpu_dcp_mla"},
+            "error: arm tp2 is not what its name says: cpu_dcp_mla is not active on rank 0: as told; "
+            "cpu_dcp_mla is not active on rank 1: as told; it is not measured, see the engine's log",
+        ),
+        ({"exit_at_start": 3}, "error: engine tp2 died while starting (exit status 3); its log is"),
+        (
+            {"unused_path": "decode_merge"},
+            "error: arm dcp2 is not what its name says: decode_merge has not run",
+        ),
+    ],
+)
+def test_arm_without_its_proof_is_not_measured(
+    fault: dict[str, object],
+    error: str,
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps(fault))
+    arm = "dcp2" if "dcp2" in error else "tp2"
+    assert main(arguments(out, "--arms", arm)) == 2
+    assert error in capsys.readouterr().err
+    assert not list((out / "cells").iterdir())
+    assert engines_of(out) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--arms", "tp2,ep2"], "error: arm 'ep2' is not known; use tpN or dcpN, for example tp2 or dcp2\n"),
+        (["--arms", "tp2,tp2"], "error: --arms tp2,tp2 names an arm twice; name each once\n"),
+        (["--rates", "0.3,fast"], "error: rate 'fast' is not a number"),
+        (["--sla", "8,4"], "error: --sla '8,4' is not usable"),
+        (["--engine-command", "false"], "error: checkpoint failed (exit status 1); its log is"),
+    ],
+)
+def test_wrong_words_are_named_before_anything_runs(
+    more: list[str], error: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(out, *more)) == 2
+    assert error in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_folder_in_use_is_left_alone(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out.mkdir()
+    (out / "mine").write_text("")
+    assert main(arguments(out)) == 2
+    assert f"error: {out} is already in use" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def bench_process(out: Path, *more: str, **faults: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness", *arguments(out, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "FAKE_ENGINE": json.dumps(faults)},
+    )
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"ended without saying {text!r}")
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ctrl_c_in_a_cell_keeps_it_and_finishes_the_report(out: Path) -> None:
+    with bench_process(out, "--absolute-rates", "--rates", "0.1,0.2", "--requests", "3") as process:
+        read_until(process, "cell 1/4 tp2")
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1] == f"error: interrupted; 1 cells kept in {out}"
+    assert "no: interrupted" in shown
+    (cell,) = RunStore.open(out).cells()
+    assert cell.facts["aborted"] and {record.status for record in cell.records} >= {"cancelled"}
+    assert engines_of(out) == []
+
+
+def test_ctrl_c_while_an_engine_starts(out: Path) -> None:
+    with bench_process(out, never_ready=True) as process:
+        read_until(process, "tp2 start ...")
+        assert eventually(lambda: len(engines_of(out)) >= 3)  # the bench, the supervisor, the engine
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1] == f"error: interrupted; 0 cells kept in {out}"
+    assert engines_of(out) == []
+
+
+def test_nothing_outlives_a_killed_bench(out: Path) -> None:
+    with bench_process(out, never_ready=True, children=True) as process:
+        read_until(process, "tp2 start ...")
+        children = out / "proof" / "tp2" / "children.json"
+        assert eventually(lambda: children.exists() and children.stat().st_size > 0)
+        assert len(engines_of(out)) >= 3  # the bench, the supervisor, the engine
+        process.kill()
+        assert eventually(lambda: engines_of(out) == [])
+        assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in read(children)))
+
+
+def test_arms_by_name() -> None:
+    assert Arm.parse("tp2").topology == {"tp": 2, "dcp": 1, "ep": 1, "nodes": 1}
+    assert Arm.parse("dcp8").topology == {"tp": 8, "dcp": 8, "ep": 1, "nodes": 1}
+    for wrong in ("", "tp", "tp0", "TP2", "tp2x", "dcp-2"):
+        with pytest.raises(UserError, match="is not known"):
+            Arm.parse(wrong)
+
+
+def record(first_token_s: float, done_s: float) -> RequestRecord:
+    return RequestRecord(
+        "r", 0, "default", 100, 8, due_s=0.0, first_token_s=first_token_s, done_s=done_s, status="ok"
+    )
+
+
+def test_limits_and_rates_follow_from_the_calibration() -> None:
+    unloaded = tuple(record(ttft, 9.0) for ttft in (0.5, 0.1, 0.3))
+    burst = tuple(record(1.0, done) for done in (2.0, 8.0, 5.0, 3.0))
+    calibration = Calibration("", unloaded, burst)
+    assert calibration.unloaded_ttft_p50_s == 0.3
+    assert calibration.capacity_qps == 4 / 8.0
+    limits = calibration.limits("tp2")
+    assert limits.applied == pytest.approx({"15": 1.44, "25": 2.4})
+    assert "4.8x and 8x the unloaded P50 TTFT of tp2, 0.3 s over 3 requests" in limits.rule
+    assert calibration.rates([0.3, 0.33333, 1.2]) == (0.15, 0.167, 0.6)
+
+
+def test_unloaded_requests_cover_the_lengths() -> None:
+    trace = make_trace(
+        requests=24,
+        min_tokens=100,
+        max_tokens=340,
+        output_tokens=1,
+        cohort_size=6,
+        arrivals="poisson",
+        seed=1,
+        vocab_size=99,
+    )
+    lengths = [len(request.prompt) for request in spread(trace.requests, 8)]
+    every = sorted(len(request.prompt) for request in trace.requests)
+    assert lengths == every[1::3]
+    assert len(spread(trace.requests, 99)) == 24
+
+
+@pytest.mark.parametrize(
+    ("usage", "waiting", "verdict"),
+    [
+        (0.97, 3.0, "KV capacity bound it (KV usage up to 0.97; 3.00 requests waiting"),
+        (0.97, 0.0, "computation, not KV capacity, bound it"),
+        (0.60, 2.0, "computation, not KV capacity, bound it"),
+        (None, None, "unknown"),
+    ],
+)
+def test_note_on_what_bound(usage: float | None, waiting: float | None, verdict: str) -> None:
+    metrics = {"kv_usage_max": usage, "waiting_capacity_max": waiting, "waiting_capacity_mean": waiting}
+    assert verdict in what_bound("tp2", 2.4, metrics)

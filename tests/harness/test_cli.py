@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: a process of its own, a real server, real signals."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import small_trace
+from fake_server import FakeServer, Script
+
+from harness.cli import main
+from harness.errors import UserError
+from harness.options import parse_arm, parse_limits, parse_rates
+from harness.trace import load_trace, save_trace
+
+LENGTHS = "--min-tokens 4 --max-tokens 40 --output-tokens 4 --vocab-size 100"
+MAKE = f"trace make --requests 6 --cohort-size 3 {LENGTHS}"
+
+
+async def harness(*arguments: object) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "harness", *map(str, arguments)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    save_trace(small_trace(), tmp_path / "trace.jsonl")
+    return tmp_path / "trace.jsonl"
+
+
+def error_line(code: int, err: str) -> str:
+    """The one line that a user reads; anything else fails the test."""
+    assert code == 2
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if not line.startswith("cell ")]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+async def test_trace_make_and_show(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    code, out, err = await harness(*MAKE.split(), "--arrivals", "poisson", "--seed", 7, "--out", path)
+    assert (code, err) == (0, "")
+    trace = load_trace(path)
+    assert trace.requests == small_trace(arrivals="poisson").requests
+    assert trace.sha256 in out
+    code, out, err = await harness("trace", "show", path)
+    assert (code, err) == (0, "")
+    for expected in ("requests       6", trace.sha256, "cohort 0", "cohort 1       3 requests"):
+        assert expected in out
+
+
+async def test_run_then_report(tmp_path: Path, trace_file: Path) -> None:
+    out = tmp_path / "out"
+    key = tmp_path / "key"
+    key.write_text("very-secret\n")
+    async with FakeServer(Script(delay_s=0.05)) as one, FakeServer() as two:
+        code, text, err = await harness(
+            *(
+                "run",
+                "--trace",
+                trace_file,
+                "--rates",
+                "40,20",
+                "--out",
+                out,
+                "--sla",
+                "1,2",
+                "--shared-cores",
+            ),
+            *("--arm", f"tp2={one.url}", "--arm", f"dcp2={two.url}/v1/", "--api-key-file", key),
+        )
+    assert code == 0, err
+    assert "cell 4/4 tp2 @ 40 QPS  sent 6 running 0 done 6/6" in err
+    assert one.headers[-1]["Authorization"] == "Bearer very-secret"
+    assert not [path for path in out.rglob("*") if path.is_file() and b"very-secret" in path.read_bytes()]
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert [arm["name"] for arm in summary["arms"]] == ["tp2", "dcp2"]
+    assert [cell["offered_qps"] for cell in summary["arms"][0]["cells"]] == [20.0, 40.0]
+    assert all(cell["failed"] == 0 for arm in summary["arms"] for cell in arm["cells"])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(["report", str(out)]) == 0
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert (out / "table.md").read_text() in text
+
+
+async def test_ctrl_c_in_the_middle_of_a_cell_finishes_the_report(tmp_path: Path, trace_file: Path) -> None:
+    out = tmp_path / "out"
+    reached = asyncio.Event()
+
+    def answer(index: int, _: object) -> Script:
+        if index < 8:  # the warm-up, the first cell and one request of the second
+            return Script()
+        reached.set()
+        return Script(hang_after=1)
+
+    async with FakeServer(answer) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "harness", "run", "--trace", str(trace_file), "--rates", "20,40"),
+            *("--out", str(out), "--arm", f"a={server.url}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        await reached.wait()
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = await process.communicate()
+    assert (
+        error_line(process.returncode or 0, stderr.decode()) == f"error: interrupted; 2 cells kept in {out}"
+    )
+    assert "# Result" in stdout.decode()
+    complete, cut = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
+    assert (complete["failed"], complete["n"]) == (0, 6)
+    assert cut["invalid_reasons"] == ["interrupted"]
+    assert cut["n"] == 6
+    assert cut["failed"] >= 1
+    assert main(["report", str(out)]) == 0
+
+
+async def test_a_server_that_refuses(tmp_path: Path, trace_file: Path) -> None:
+    out = tmp_path / "out"
+    async with FakeServer(
+        lambda index, _: Script(status=400, body="too long") if index > 6 else Script()
+    ) as server:
+        code, text, err = await harness(
+            "run", "--trace", trace_file, "--rates", "20,40", "--out", out, "--arm", f"a={server.url}"
+        )
+    assert "HTTP 400: too long" in error_line(code, err)
+    assert "# Result" in text
+    assert len(json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]) == 2
+
+
+Change = Callable[[dict[str, str]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"--arm": "http://127.0.0.1:1"}, "is not NAME=URL"),
+        ({"--arm": "a=ftp://h:1"}, "is not a server's URL"),
+        ({"--arm": "a/b=http://127.0.0.1:1"}, "arm name 'a/b'"),
+        ({"--rates": "0.5,x"}, "'x' is not a number"),
+        ({"--rates": "0.5,0.50"}, "rate 0.5 is given twice"),
+        ({"--rates": "0"}, "'0' is not positive"),
+        ({"--sla": "25,15"}, "ascending"),
+        ({"--fixed-cohort": "9"}, "no cohort 9"),
+        ({"--trace": "missing.jsonl"}, "cannot read trace missing.jsonl"),
+        ({"--api-key-file": "missing"}, "cannot read the API key"),
+        ({"--arm": "a=http://127.0.0.1:{closed}"}, "is the server up?"),
+        ({"--arm": "a=http://127.0.0.1:{closed}", "--model": "m"}, "is the server up?"),
+        ({"--out": "{here}"}, "already in use"),
+    ],
+)
+async def test_mistakes_are_told_in_one_line(
+    tmp_path: Path,
+    trace_file: Path,
+    change: dict[str, str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        async with FakeServer() as server:
+            options = {"--trace": str(trace_file), "--rates": "20", "--arm": f"a={server.url}"}
+            options |= {"--out": str(tmp_path / "out"), **change}
+            port = str(closed.getsockname()[1])
+            words = [
+                w.replace("{closed}", port).replace("{here}", str(tmp_path))
+                for kv in options.items()
+                for w in kv
+            ]
+            code = await asyncio.to_thread(main, ["run", *words])
+    assert expected in error_line(code, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trace", "show", "{trace}"], "was changed"),
+        (
+            ["run", "--trace", "{trace}", "--rates", "1", "--out", "o", "--arm", "a=http://127.0.0.1:1"],
+            "was changed",
+        ),
+        (["report", "nowhere"], "holds no run"),
+        ([*MAKE.split(), "--arrivals", "poisson", "--seed", "-1", "--out", "x"], "--seed is -1"),
+    ],
+)
+async def test_mistakes_leave_no_traceback(trace_file: Path, arguments: list[str], expected: str) -> None:
+    trace_file.write_text(trace_file.read_text().replace('"arrival":1.0', '"arrival":1.25', 1))
+    code, _, err = await harness(*(word.replace("{trace}", str(trace_file)) for word in arguments))
+    assert expected in error_line(code, err)
+
+
+async def test_two_models_must_be_chosen_from(
+    tmp_path: Path, trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with FakeServer(models=("base", "adapter")) as server:
+        words = [
+            "run",
+            "--trace",
+            trace_file,
+            "--rates",
+            "50",
+            "--out",
+            tmp_path / "out",
+            "--arm",
+            f"a={server.url}",
+        ]
+        code = await asyncio.to_thread(main, [*map(str, words)])
+        assert "offers base, adapter; choose one with --model" in error_line(code, capsys.readouterr().err)
+        code, _, err = await harness(*words, "--model", "adapter")
+    assert code == 0, err
+    assert {body["model"] for body in server.bodies} == {"adapter"}
+
+
+def test_rates() -> None:
+    assert parse_rates("1,0.25,.5") == (0.25, 0.5, 1.0)
+    for wrong in ("", "1,", "nan", "inf", "-1", "1,1.0", "0.1234561,0.1234562"):
+        with pytest.raises(UserError):
+            parse_rates(wrong)
+
+
+def test_limits() -> None:
+    assert parse_limits("0.5, 2") == (0.5, 2.0)
+    for wrong in ("15", "15,15", "1,2,3", "a,b", "0,1"):
+        with pytest.raises(UserError):
+            parse_limits(wrong)
+
+
+def test_arms() -> None:
+    for url in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
+        assert parse_arm(f"tp8={url}") == ("tp8", "http://h:1")
+    assert parse_arm("a=https://h/proxy/v1") == ("a", "https://h/proxy")
+    for wrong in (
+        "a",
+        "=http://h",
+        "a=",
+        "a=h:1",
+        "a=http://",
+        "a=http://h:x",
+        "a=http://h?q=1",
+        "a=http://u:p@h",
+    ):
+        with pytest.raises(UserError):
+            parse_arm(wrong)

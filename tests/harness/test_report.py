@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From recorded cells to summary.json, tables and plots."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import cell_run, manifest, small_trace
+
+from harness.errors import UserError
+from harness.load import CellRun
+from harness.report import build_summary, write_report
+from harness.report.tables import markdown_report, percentile_text, topology_text
+from harness.scrape import Sample
+from harness.store import CellKey, RunStore
+
+TRACE = small_trace()
+SAMPLES = [
+    Sample(1000.0 + t, running=float(t), waiting=1.0, kv_usage=t / 10, waiting_capacity=2.0) for t in range(5)
+]
+
+
+def store_of(path: Path, cells: dict[CellKey, CellRun], **changes: Any) -> RunStore:
+    store = RunStore.create(path, manifest(TRACE, **changes), TRACE)
+    for key, run in cells.items():
+        store.write_cell(key, run, SAMPLES, trace_sha256=TRACE.sha256, cache_salt="s", engine={"vllm": "0"})
+    return store
+
+
+def summary_of(path: Path, cells: dict[CellKey, CellRun], **changes: Any) -> dict[str, Any]:
+    store = store_of(path, cells, **changes)
+    return build_summary(store.manifest, list(store.cells()))
+
+
+FAST = cell_run([0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+SLOW = cell_run([0.6, 0.7, 0.8, 0.9, 1.0, 1.5])
+FAILING = cell_run([0.6, 0.7, 0.8, None, None, 2.5])
+PAIR = {
+    CellKey("tp2", 1.0, 0): FAST,
+    CellKey("tp2", 2.0, 0): FAILING,
+    CellKey("dcp2", 1.0, 0): SLOW,
+    CellKey("dcp2", 2.0, 0): FAST,
+}
+
+
+def test_records_come_back_whole(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", {CellKey("tp2", 0.25, 1): FAILING})
+    (cell,) = store.cells()
+    assert cell.key == CellKey("tp2", 0.25, 1)
+    assert cell.records == FAILING.records
+    assert [sample["running"] for sample in cell.samples] == [0, 1, 2, 3, 4]
+    assert cell.samples[0]["preemptions_total"] is None
+    assert cell.facts["loop_lag_ms"] == {"p50": 1.0, "p99": 1.0, "max": 1.0}
+    assert cell.facts["engine"] == {"vllm": "0"}
+    assert (tmp_path / "run" / "cells" / "tp2_q0.25_r1.parquet").exists()
+
+
+def test_a_rebuilt_report_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    write_report(store)
+    outputs = [store.path / name for name in ("summary.json", "table.md", "cells.csv")]
+    outputs += [
+        store.path / "plots" / f"{name}.{kind}"
+        for name in ("ttft", "miss", "paired", "engine")
+        for kind in ("png", "svg")
+    ]
+    first = {path: path.read_bytes() for path in outputs}
+    assert all(first.values())
+    for path in outputs:
+        path.unlink()
+    write_report(RunStore.open(tmp_path / "run"))
+    assert {path: path.read_bytes() for path in outputs} == first
+
+
+def test_the_summary_holds_what_other_programs_rely_on(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path / "run", PAIR)
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert {"schema", "trace_sha256", "scale", "limits", "arms", "paired", "parity"} <= summary.keys()
+    assert (summary["schema"], summary["trace_sha256"], summary["parity"]) == (1, TRACE.sha256, None)
+    assert summary["limits"] == {"15": 1.0, "25": 2.0}
+    arm = summary["arms"][0]
+    assert {"name", "topology", "kv_tokens", "kv_bytes", "fixed_cohort", "cells"} <= arm.keys()
+    assert arm["topology"] is arm["kv_tokens"] is arm["kv_bytes"] is None
+    assert arm["highest_passing_qps"].keys() == arm["first_miss_qps"].keys() == {"15", "25"}
+    assert {"name", "n", "ttft_p50_s"} <= arm["fixed_cohort"].keys()
+    cell = arm["cells"][0]
+    assert cell.keys() >= {
+        "offered_qps", "repeat", "valid", "invalid_reasons", "n", "failed", "achieved_qps", "ttft_s", "miss",
+        "slip_p99_ms",
+    }  # fmt: skip
+    assert cell["ttft_s"].keys() == {"p50", "p90", "p99"}
+    assert summary["paired"][0].keys() >= {"offered_qps", "n", "ttft_delta_p50_s"}
+
+
+def test_miss_accounting(tmp_path: Path) -> None:
+    """FAILING: TTFT 0.6, 0.7, 0.8, failed, failed, 2.5 under limits of 1 and 2 s: three of six miss both."""
+    tp2, dcp2 = summary_of(tmp_path / "run", PAIR)["arms"]
+    fast, failing = tp2["cells"]
+    assert fast["miss"] == {"15": 0.0, "25": 0.0}
+    assert failing["miss"] == {"15": 0.5, "25": 0.5}
+    assert (failing["n"], failing["failed"], failing["valid"]) == (6, 2, True)
+    assert failing["ttft_s"] == {"p50": pytest.approx(0.8), "p90": None, "p99": None}
+    assert tp2["highest_passing_qps"] == {"15": 1.0, "25": 1.0}
+    assert tp2["first_miss_qps"] == {"15": 2.0, "25": 2.0}
+    assert dcp2["highest_passing_qps"] == {"15": None, "25": 2.0}
+    assert dcp2["first_miss_qps"] == {"15": 1.0, "25": None}
+
+
+def test_achieved_rate_counts_successes_only(tmp_path: Path) -> None:
+    """FAILING: four succeed, the last of them at 5 + 2.5 + 0.1 s."""
+    cell = summary_of(tmp_path / "run", PAIR)["arms"][0]["cells"][1]
+    assert cell["achieved_qps"] == pytest.approx(4 / 7.6)
+    nothing = {CellKey("tp2", 1.0, 0): cell_run([None] * 6)}
+    assert summary_of(tmp_path / "none", nothing)["arms"][0]["cells"][0]["achieved_qps"] is None
+
+
+def test_fixed_cohort_pools_repeats_at_the_lowest_rate_valid_everywhere(tmp_path: Path) -> None:
+    aborted = replace(FAST, aborted=True)
+    cells = PAIR | {
+        CellKey("dcp2", 1.0, 1): aborted,
+        CellKey("tp2", 2.0, 1): FAST,
+        CellKey("dcp2", 2.0, 1): SLOW,
+    }
+    tp2, dcp2 = summary_of(tmp_path / "run", cells)["arms"]
+    # At 1 QPS one repeat of dcp2 does not count. At 2 QPS cohort 1 (requests 3 to 5) of two repeats:
+    # tp2 failed, failed, 2.5, 0.8, 0.9, 0.95; dcp2 0.8, 0.9, 0.95, 0.9, 1.0, 1.5.
+    assert tp2["fixed_cohort"] == {"name": "1", "n": 6, "ttft_p50_s": pytest.approx(0.95), "offered_qps": 2.0}
+    assert dcp2["fixed_cohort"] == {"name": "1", "n": 6, "ttft_p50_s": pytest.approx(0.9), "offered_qps": 2.0}
+
+
+def test_fixed_cohort_without_a_common_rate(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path / "run", {CellKey("tp2", 1.0, 0): FAST})
+    assert summary["arms"][0]["fixed_cohort"]["ttft_p50_s"] is None
+    assert "no offered rate has valid cells in every arm" in markdown_report(summary)
+
+
+def test_pairs_are_of_the_same_request_and_valid_in_both_arms(tmp_path: Path) -> None:
+    aborted = replace(SLOW, aborted=True)
+    summary = summary_of(
+        tmp_path / "run", PAIR | {CellKey("tp2", 3.0, 0): FAST, CellKey("dcp2", 3.0, 0): aborted}
+    )
+    low, high = summary["paired"]
+    assert low == {
+        "arms": ["tp2", "dcp2"],
+        "offered_qps": 1.0,
+        "n": 6,
+        "ttft_delta_p50_s": pytest.approx(0.1),
+    }
+    # dcp2 - tp2 at 2 QPS: -0.1, -0.1, -0.1, -inf, -inf, -1.55
+    assert (high["n"], high["ttft_delta_p50_s"]) == (6, pytest.approx((-0.1 - 1.55) / 2))
+
+
+def test_an_invalid_cell_stays_out_of_the_headline(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path / "run", PAIR | {CellKey("tp2", 1.0, 0): replace(FAST, aborted=True)})
+    tp2 = summary["arms"][0]
+    assert tp2["highest_passing_qps"] == {"15": None, "25": None}
+    assert tp2["cells"][0]["invalid_reasons"] == ["interrupted"]
+    assert [pair["offered_qps"] for pair in summary["paired"]] == [2.0]
+
+
+def test_shared_cores_widen_the_allowance(tmp_path: Path) -> None:
+    late = replace(FAST, loop_lag_s=[0.03] * 10)
+    strict = summary_of(tmp_path / "a", {CellKey("tp2", 1.0, 0): late})
+    wide = summary_of(tmp_path / "b", {CellKey("tp2", 1.0, 0): late}, shared_cores=True)
+    assert not strict["arms"][0]["cells"][0]["valid"]
+    assert wide["arms"][0]["cells"][0]["valid"]
+    assert "10 ms" in markdown_report(strict)
+    assert "50 ms" in markdown_report(wide)
+
+
+def test_tables(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR, notes=["computation binds first"])
+    text = write_report(store)
+    for expected in (
+        "Scale 1",
+        TRACE.sha256[:12],
+        "source 15 s applied as 1 s",
+        "for the test",
+        "n too small",
+        "unknown",
+        "computation binds first",
+        "Parity: not checked",
+        "cohort 1",
+        "dcp2 - tp2",
+    ):
+        assert expected in text
+    assert (store.path / "table.md").read_text() == text
+    rows = list(csv.DictReader(io.StringIO((store.path / "cells.csv").read_text())))
+    assert [(row["arm"], row["offered_qps"], row["miss_15"], row["ttft_p99_s"]) for row in rows] == [
+        ("tp2", "1.0", "0.0", ""),
+        ("tp2", "2.0", "0.5", ""),
+        ("dcp2", "1.0", str(1 / 6), ""),
+        ("dcp2", "2.0", "0.0", ""),
+    ]
+
+
+def test_why_a_percentile_has_no_number() -> None:
+    def cell(n: int) -> dict[str, Any]:
+        return {"n": n, "ttft_s": {"p50": None, "p90": None, "p99": 1.0}}
+
+    assert percentile_text(cell(19), 90) == "n too small"
+    assert percentile_text(cell(20), 90) == "failures"
+    assert percentile_text(cell(1), 50) == "failures"
+    assert percentile_text(cell(200), 99) == "1.000"
+
+
+def test_topology() -> None:
+    assert topology_text(None) == "unknown"
+    assert topology_text({"tp": 2, "dcp": 2, "ep": 1, "nodes": 1}) == "TP2 DCP2"
+    assert topology_text({"tp": 8, "dcp": 1, "ep": 8, "nodes": 2}) == "TP8 EP8 2 nodes"
+
+
+def test_a_run_without_cells_or_metrics_is_reported(tmp_path: Path) -> None:
+    assert "Result" in write_report(store_of(tmp_path / "empty", {}))
+    bare = RunStore.create(tmp_path / "bare", manifest(TRACE), TRACE)
+    bare.write_cell(CellKey("tp2", 1.0, 0), cell_run([None] * 6), trace_sha256=TRACE.sha256, cache_salt="")
+    assert "Result" in write_report(bare)
+    assert (tmp_path / "bare" / "plots" / "engine.png").exists()
+
+
+def test_parity_is_passed_on(tmp_path: Path) -> None:
+    parity = {"ok": True, "compared": 12, "diverged": []}
+    summary = summary_of(tmp_path / "run", PAIR, parity=parity)
+    assert summary["parity"] == parity
+    assert "Parity: passed, 12 compared, 0 diverged." in markdown_report(summary)
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    store_of(tmp_path / "run", {})
+    with pytest.raises(UserError, match="already in use"):
+        store_of(tmp_path / "run", {})
+    with pytest.raises(UserError, match="holds no run"):
+        RunStore.open(tmp_path)
+
+
+def test_a_run_with_another_trace_is_refused(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", {})
+    store.write_manifest(store.manifest | {"trace": {"sha256": "0" * 64}})
+    with pytest.raises(UserError, match="was measured with trace 0000"):
+        store.trace()
+
+
+def test_a_cell_of_another_trace_is_not_mixed_in(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    store.write_cell(CellKey("tp2", 3.0, 0), FAST, trace_sha256="0" * 64, cache_salt="s")
+    with pytest.raises(UserError, match=r"tp2_q3_r0\.json was measured with trace 0000"):
+        write_report(store)
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    (store.path / "cells" / "tp2_q1_r0.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UserError, match=r"cannot read .*tp2_q1_r0\.parquet"):
+        write_report(store)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.stats import order_statistic, paired_delta, percentile, slope
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.integers(1, 100))
+def test_nearest_rank_agrees_with_numpy(values: list[float], percent: int) -> None:
+    """numpy's inverted_cdf may step over a rank where n * p / 100 is whole in exact arithmetic only."""
+    expected = sorted(values)[math.ceil(len(values) * percent / 100 - 1e-9) - 1]
+    assert order_statistic(values, percent) == expected
+    if len(values) * percent % 100:
+        assert order_statistic(values, percent) == np.quantile(values, percent / 100, method="inverted_cdf")
+
+
+@pytest.mark.parametrize(("percent", "enough"), [(50, 1), (90, 20), (95, 40), (99, 200)])
+def test_minimum_sample(percent: int, enough: int) -> None:
+    assert percentile([1.0] * enough, percent) == 1.0
+    assert percentile([1.0] * (enough - 1), percent) is None
+
+
+def test_a_percentile_on_a_failure_is_no_number() -> None:
+    values = [1.0] * 18 + [math.inf] * 2
+    assert percentile(values, 50) == 1.0
+    assert percentile(values, 90) == 1.0
+    assert percentile([1.0] * 17 + [math.inf] * 3, 90) is None
+
+
+def test_failures_are_not_dropped() -> None:
+    """Dropping the failure would leave a median of 1."""
+    assert percentile([1.0, 2.0, math.inf], 50) == 2.0
+    assert percentile([1.0, math.inf, math.inf], 50) is None
+
+
+def test_paired_delta_pairs_by_key() -> None:
+    delta = paired_delta({"a": 1.0, "b": 2.0, "c": 3.0}, {"c": 3.5, "a": 3.0, "b": 3.0})
+    assert (delta.n, delta.median_s) == (3, 1.0)
+
+
+def test_paired_delta_counts_a_failure_against_its_arm() -> None:
+    first = {"a": 1.0, "b": 1.0, "c": 1.0, "d": math.inf, "e": 1.0}
+    other = {"a": 2.0, "b": 3.0, "c": math.inf, "d": math.inf, "x": 1.0}
+    delta = paired_delta(first, other)
+    assert (delta.n, delta.median_s) == (3, 2.0)
+
+
+def test_paired_delta_without_a_finite_median() -> None:
+    assert paired_delta({"a": 1.0, "b": 1.0}, {"a": math.inf, "b": 1.0}).median_s is None
+    assert paired_delta({}, {}).n == 0
+
+
+def test_slope() -> None:
+    assert slope([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == pytest.approx(2.0)
+    assert slope([], []) is None
+    assert slope([1.0, 1.0], [0.0, 5.0]) is None

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from builders import manifest, small_trace
+from fake_server import FakeServer, Script
+
+from harness.client import Target
+from harness.errors import UserError
+from harness.load import Progress
+from harness.progress import ProgressLine
+from harness.store import CellKey, RunStore
+from harness.sweep import Plan, Position, cell_order, measure
+
+TRACE = small_trace(requests=3)
+
+
+def test_order_alternates_the_arms() -> None:
+    order = cell_order(Plan((0.5, 1.0), repeats=2), ["a", "b"])
+    assert [(key.offered_qps, key.repeat, key.arm) for key in order] == [
+        (0.5, 0, "a"),
+        (0.5, 0, "b"),
+        (0.5, 1, "b"),
+        (0.5, 1, "a"),
+        (1.0, 0, "b"),
+        (1.0, 0, "a"),
+        (1.0, 1, "a"),
+        (1.0, 1, "b"),
+    ]
+
+
+async def test_every_cell_has_its_own_salt_and_warm_up_is_not_of_the_trace(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer() as server:
+        target = Target("a", server.url, "fake")
+        assert await measure(
+            store, [target], TRACE, Plan((50.0, 100.0), repeats=2), engines={"a": {"pid": 1}}
+        )
+    warm_up, *timed = server.bodies
+    prompts = [list(request.prompt) for request in TRACE.requests]
+    assert warm_up["prompt"] not in prompts
+    assert len(warm_up["prompt"]) == max(map(len, prompts))
+    assert [body["prompt"] for body in timed] == prompts * 4
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert len(set(salts)) == 5
+    cells = list(store.cells())
+    assert [str(cell.key) for cell in cells] == ["a_q50_r0", "a_q50_r1", "a_q100_r0", "a_q100_r1"]
+    assert {cell.facts["cache_salt"] for cell in cells} == set(salts[1:])
+    assert {cell.facts["trace_sha256"] for cell in cells} == {TRACE.sha256}
+    assert all(cell.facts["engine"] == {"pid": 1} for cell in cells)
+
+
+async def test_a_refusing_server_ends_the_sweep_and_its_cell_is_kept(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer(lambda index, _: Script(status=404, body="gone") if index else Script()) as server:
+        with pytest.raises(UserError, match=r"arm a .* HTTP 404: gone"):
+            await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0, 100.0)))
+    assert [cell.facts["aborted"] for cell in store.cells()] == [True]
+
+
+async def test_a_refused_warm_up_measures_nothing(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer(Script(status=400, body="unknown field cache_salt")) as server:
+        with pytest.raises(UserError, match="unknown field cache_salt"):
+            await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)))
+    assert list(store.cells()) == []
+
+
+async def test_stop_during_warm_up(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    stop = asyncio.Event()
+
+    def hang(_index: int, _body: object) -> Script:
+        stop.set()
+        return Script(hang_after=0)
+
+    async with FakeServer(hang) as server:
+        assert not await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)), stop=stop)
+    assert list(store.cells()) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_line() -> None:
+    position = Position(CellKey("tp2", 0.9, 0), 3, 8)
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        with ProgressLine(stream) as show:
+            show(position, Progress(12, 4, 8, 0, 24))
+            show(position, Progress(13, 4, 9, 1, 24))  # within five seconds: only a terminal shows it
+    line = "cell 3/8 tp2 @ 0.9 QPS  sent 12 running 4 done 8/24"
+    assert plain.getvalue() == line + "\n"
+    assert terminal.getvalue().startswith(f"\r\x1b[K{line}\r\x1b[K")
+    assert terminal.getvalue().endswith("done 9/24  failed 1\n")
+
+
+async def test_two_runs_share_no_salt(tmp_path: Path) -> None:
+    """Else the second run against one server would find the first one's prefixes in its cache."""
+    async with FakeServer() as server:
+        for name in ("one", "two"):
+            store = RunStore.create(tmp_path / name, manifest(TRACE, ("a",)), TRACE)
+            await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)))
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert len(set(salts)) == 4  # warm-up and cell, twice

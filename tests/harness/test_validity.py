@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each reason for which a cell must not count, tripped alone."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import record
+
+from harness.client import RequestRecord
+from harness.validity import Evidence, backlog_slope_rps, invalid_reasons, slip_limit_s, ttft_s
+
+SERVED = [record(index) for index in range(24)]
+
+
+def reasons(records: list[RequestRecord] = SERVED, **changes: Any) -> list[str]:
+    evidence = Evidence(records=records, loop_lag_p99_s=0.001, metrics={}, aborted=False, shared_cores=False)
+    return invalid_reasons(replace(evidence, **changes))
+
+
+def slipped(slip_s: float) -> list[RequestRecord]:
+    """Every request is dispatched late by the same time, so that the span is right."""
+    return [replace(r, dispatched_s=r.due_s + slip_s) for r in SERVED]
+
+
+def test_a_clean_cell_counts() -> None:
+    assert reasons() == []
+    assert reasons(loop_lag_p99_s=None) == []
+    assert (
+        reasons(metrics={"prefix_hits_delta": 0.0, "engine_restarted": False, "preemptions_delta": 5.0}) == []
+    )
+
+
+def test_failures_and_misses_do_not_make_a_cell_invalid() -> None:
+    assert reasons([*SERVED[:-2], record(22, None), record(23, 100.0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("slip_s", "shared", "ok"),
+    [(0.009, False, True), (0.011, False, False), (0.049, True, True), (0.051, True, False)],
+)
+def test_slip(slip_s: float, shared: bool, ok: bool) -> None:
+    found = reasons(slipped(slip_s), shared_cores=shared)
+    assert (found == []) == ok
+    assert ok or found == [f"client slip p99 {slip_s * 1e3:.1f} ms is over {50 if shared else 10}.0 ms"]
+
+
+def test_loop_lag() -> None:
+    assert reasons(loop_lag_p99_s=0.011) == ["client loop lag p99 11.0 ms is over 10.0 ms"]
+    assert reasons(loop_lag_p99_s=0.011, shared_cores=True) == []
+
+
+def test_slow_servers_allow_more_slip() -> None:
+    assert slip_limit_s(5.0, shared_cores=False) == pytest.approx(0.05)
+    assert slip_limit_s(5.0, shared_cores=True) == pytest.approx(0.25)
+    assert slip_limit_s(math.inf, shared_cores=False) == 0.010
+
+
+def test_dispatch_span() -> None:
+    """23 s by the trace; the last request slips by 0.3 s, over 1 %."""
+    late = [*SERVED[:-1], replace(SERVED[-1], dispatched_s=SERVED[-1].due_s + 0.3)]
+    assert "requests were dispatched over 23.299 s, the trace spans 23.000 s" in reasons(late)
+
+
+def test_prompt_tokens() -> None:
+    wrong = [replace(SERVED[0], server_prompt_tokens=11), *SERVED[1:]]
+    assert reasons(wrong) == ["server counted other prompt tokens in 1 requests (r0000: 11, trace 10)"]
+    assert reasons([replace(r, server_prompt_tokens=None) for r in SERVED]) == []
+
+
+def test_prefix_hits() -> None:
+    assert reasons(metrics={"prefix_hits_delta": 16.0}) == ["prefix cache hits rose by 16 tokens"]
+
+
+def test_restart() -> None:
+    assert reasons(metrics={"engine_restarted": True}) == ["engine restarted during the cell"]
+
+
+def test_unfinished() -> None:
+    left = [*SERVED[:-1], replace(SERVED[-1], status="cancelled")]
+    assert reasons(left) == ["unstable: 1 of 24 requests unfinished at the drain limit"]
+
+
+def test_aborted() -> None:
+    assert reasons(aborted=True) == ["interrupted"]
+    refused = [record(i, None, status="http_error", http_status=400, error="HTTP 400: no") for i in range(3)]
+    assert reasons(refused, aborted=True) == ["stopped: HTTP 400: no"]
+
+
+@pytest.mark.parametrize(
+    "status", ["http_error", "connect_error", "stream_error", "timeout", "incomplete", "cancelled"]
+)
+def test_a_failed_request_has_an_infinite_ttft_even_after_its_first_token(status: str) -> None:
+    assert ttft_s(record(0, 0.5)) == 0.5
+    assert ttft_s(record(0, 0.5, status=status)) == math.inf
+
+
+def test_ttft_counts_from_the_due_time() -> None:
+    assert ttft_s(record(3, 0.5, dispatched_s=3.4)) == 0.5
+
+
+def test_backlog_slope() -> None:
+    """Nothing ever ends: one more in flight a second. Then: each ends before the next begins."""
+    growing = [replace(record(index), done_s=None) for index in range(10)]
+    assert backlog_slope_rps(growing) == pytest.approx(1.0)
+    assert backlog_slope_rps(SERVED) == pytest.approx(0.0)
+    assert backlog_slope_rps([]) is None
