@@ -30,6 +30,9 @@ def register() -> None:
     from kimi_k3_serve import source_lock
 
     state = source_lock.verify()
+    from kimi_k3_serve.attention import ownership
+
+    ownership.install()
     if current_platform.is_cpu() and choice == "dcp":
         from kimi_k3_serve import cpu
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from kimi_k3_serve.errors import UserError
 
@@ -45,19 +46,31 @@ def digest(name: str) -> str:
     Raises:
         SourceLockError: the object does not exist.
     """
+    owner, attribute = resolve(name)
+    found = inspect.getattr_static(owner, attribute)
+    found = getattr(found, "__func__", found)
+    return hashlib.sha256(inspect.getsource(found).encode()).hexdigest()
+
+
+def resolve(name: str) -> tuple[Any, str]:
+    """What holds `package.module.object[.attribute]` (a module or a class), and the last name in it.
+
+    Raises:
+        SourceLockError: the object does not exist.
+    """
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
-            found: object = importlib.import_module(".".join(parts[:split]))
+            owner: Any = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
         try:
-            for attribute in parts[split:]:
-                found = inspect.getattr_static(found, attribute)
+            for attribute in parts[split:-1]:
+                owner = inspect.getattr_static(owner, attribute)
+            inspect.getattr_static(owner, parts[-1])
         except AttributeError:
             break
-        found = getattr(found, "__func__", found)
-        return hashlib.sha256(inspect.getsource(found).encode()).hexdigest()  # type: ignore[arg-type]
+        return owner, parts[-1]
     raise SourceLockError(f"{name} does not exist in the installed vLLM; install vllm 0.32.0 from locks/")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA on the CPU with decode context parallelism: the reference for every other backend here.
 
-vLLM's own CPU backends keep the whole context on every rank. This one keeps a shard, and *owns* the
-collectives that this needs: the layer hands it rank-local queries and takes the combined output, and
-builds no `MLADCPManager`. One decode step, with W ranks of H heads each:
+vLLM's own CPU backends keep the whole context on every rank. This one keeps a shard, and owns the
+collectives that this needs (`ownership.py`): it is handed rank-local queries and returns the combined
+output. One decode step, with W ranks of H heads each:
 
 1. all-gather the queries over the heads: every rank sees all W * H heads;
 2. attend over this rank's shard, which gives partial outputs and their log-sum-exp (LSE);
@@ -25,47 +25,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
-from vllm.v1.attention.ops.dcp import MLADCPManager
 
 from kimi_k3_serve.attention.merge import merge_partials
 from kimi_k3_serve.proof import mark_used
 
 
-class ContextGather(MLADCPManager):
-    """The one collective that prefill needs of the layer's DCP manager: all-gather of context rows.
-
-    A subclass without its parent's constructor, because the shared metadata builder insists on the class:
-    none of the manager's decode collectives or workspaces is built.
-    """
-
-    def __init__(self) -> None:
-        self.group = get_dcp_group()
-
-    def init_kv_gather(self, workspace: torch.Tensor, workspace_size: int) -> None:
-        """The all-gather writes straight into the builder's workspace: nothing to prepare."""
-
-    def kv_gather(self, gathered: torch.Tensor, local: torch.Tensor) -> None:
-        """All-gather `local` [rows, L + P] rank-major into `gathered` [W * rows, L + P]."""
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=self.group.device_group)
-        mark_used("prefill_context_gather")
-
-
 class CPUDCPMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Shared MLA metadata; context rows are gathered without the layer's manager."""
+    """Shared MLA metadata; context rows are gathered without a manager."""
 
     supports_direct_dcp_kv_gather = True
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        if get_dcp_group().world_size > 1:
-            layer.dcp_manager = ContextGather()
-        try:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        finally:
-            # The builder has taken it; to the layer the manager must stay absent (it owns decode).
-            layer.dcp_manager = None
 
 
 class CPUDCPMLABackend(CPUMLABackend):
@@ -87,14 +55,10 @@ class CPUDCPMLAImpl(CPUMLAImpl):
     can_return_lse_for_decode = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # `dcp_world_size` tells the layer which collectives it has to arrange. An owner arranges its own,
-        # so the layer must see one rank: it then builds no manager, passes local queries and takes the
-        # output as final. The group's real size is kept here.
         super().__init__(*args, **kwargs)
-        group = get_dcp_group()
-        self.shards: int = group.world_size
-        self.dcp_world_size = 1
-        self.dcp_group = group
+        # vLLM's CPU implementation knows one rank only and says so.
+        self.dcp_group = get_dcp_group()
+        self.dcp_world_size: int = self.dcp_group.world_size
 
     def forward_mqa(
         self,
@@ -106,7 +70,7 @@ class CPUDCPMLAImpl(CPUMLAImpl):
         """Decode: rank-local queries [B, H, L + P] in, combined output [B, H, L] out."""
         assert attn_metadata.decode is not None
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        if self.shards > 1:
+        if self.dcp_world_size > 1:
             query = self.dcp_group.all_gather(query.contiguous(), dim=1)
         output, lse = attend_paged(
             query,
@@ -116,7 +80,7 @@ class CPUDCPMLAImpl(CPUMLAImpl):
             scale=self.scale,
             value_dim=self.kv_lora_rank,
         )
-        if self.shards > 1:
+        if self.dcp_world_size > 1:
             output, _ = merge_partials(*self.exchange_partials(output, lse))
             mark_used("decode_merge")
         return output.to(query.dtype), None
@@ -133,28 +97,11 @@ class CPUDCPMLAImpl(CPUMLAImpl):
         """
         batch, heads, value_dim = output.shape
         packed = torch.cat([output, lse.unsqueeze(-1)], dim=-1)
-        send = (
-            packed.view(batch, self.shards, heads // self.shards, value_dim + 1).transpose(0, 1).contiguous()
-        )
+        by_rank = packed.view(batch, self.dcp_world_size, heads // self.dcp_world_size, value_dim + 1)
+        send = by_rank.transpose(0, 1).contiguous()
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=self.dcp_group.device_group)
         return received[..., :value_dim], received[..., value_dim]
-
-    def _compute_prefill_context(
-        self,
-        q: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        k_scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        partial: tuple[torch.Tensor, torch.Tensor]
-        if self.shards == 1:
-            partial = super()._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
-        else:
-            partial = self._context_parallel_compute_prefill_context(
-                q, kv_c_and_k_pe_cache, attn_metadata, k_scale, dcp_world_size=self.shards
-            )
-        return partial
 
 
 def attend_paged(
