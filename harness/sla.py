@@ -7,8 +7,12 @@ every limit.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from harness.errors import UserError
+from harness.stats import supports
 
 SOURCE_LIMITS_S = {"15": 15.0, "25": 25.0}
 
@@ -19,6 +23,8 @@ class Limits:
 
     applied: dict[str, float]
     rule: str
+    rules: tuple["Rule", ...] = ()
+    """Further limits, each for some of the requests."""
 
     @classmethod
     def of(cls, first_s: float, second_s: float, rule: str) -> "Limits":
@@ -26,6 +32,72 @@ class Limits:
         if not 0 < first_s < second_s < math.inf:
             raise ValueError(f"limits must be positive and ascending, got {first_s:g},{second_s:g}")
         return cls(dict(zip(SOURCE_LIMITS_S, (first_s, second_s), strict=True)), rule)
+
+
+_RULE = re.compile(
+    r"(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*)=(?P<seconds>[0-9.]+)"
+    r"(?:@p(?P<percent>[1-9][0-9]?))?"
+    r"(?::(?P<low>[0-9]+)-(?P<high>[0-9]+))?"
+    r"(?:/(?P<class>[A-Za-z0-9][A-Za-z0-9.-]*))?"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A limit on TTFT for the requests that it covers, kept by all of them or by `percent` %.
+
+    `min_tokens` and `max_tokens` bound the prompt, both included; `limit_class` names a class of the trace.
+    """
+
+    name: str
+    threshold_s: float
+    percent: int = 100
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    limit_class: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """`NAME=SECONDS[@pPERCENT][:MIN-MAX][/CLASS]`, like `short=5@p95:0-60000` or `batch=60/bulk`."""
+        match = _RULE.fullmatch(text)
+        seconds = float(match["seconds"]) if match and match["seconds"].count(".") < 2 else 0.0
+        low, high = (int(match[end]) if match and match[end] else None for end in ("low", "high"))
+        if match is None or not seconds > 0 or (low or 0) > (math.inf if high is None else high):
+            raise UserError(
+                f"--limit {text!r} is not usable; write NAME=SECONDS[@pPERCENT][:MIN-MAX tokens][/CLASS],"
+                " like short=5@p95:0-60000"
+            )
+        return cls(match["name"], seconds, int(match["percent"] or 100), low or 0, high, match["class"])
+
+    def covers(self, prompt_tokens: int, limit_class: str) -> bool:
+        inside = self.min_tokens <= prompt_tokens and prompt_tokens <= (
+            math.inf if self.max_tokens is None else self.max_tokens
+        )
+        return inside and self.limit_class in (None, limit_class)
+
+    def judge(self, ttft_s: Sequence[float]) -> "RuleVerdict":
+        """`ttft_s` of the requests that it covers; failures infinite."""
+        late, n = misses(ttft_s, self.threshold_s), len(ttft_s)
+        if not n or (self.percent < 100 and not supports(n, self.percent)):
+            return RuleVerdict(n, late, None)
+        return RuleVerdict(n, late, 100 * (n - late) >= self.percent * n)
+
+    def __str__(self) -> str:
+        who = "every request" if self.percent == 100 else f"{self.percent} % of requests"
+        if self.max_tokens is not None:
+            who += f" of {self.min_tokens:,} to {self.max_tokens:,} prompt tokens"
+        if self.limit_class:
+            who += f" of class {self.limit_class}"
+        return f"{self.name}: {who} within {self.threshold_s:g} s"
+
+
+@dataclass(frozen=True)
+class RuleVerdict:
+    """Of `n` requests `misses` came late; `holds` is None where so few cannot tell."""
+
+    n: int
+    misses: int
+    holds: bool | None
 
 
 @dataclass(frozen=True)

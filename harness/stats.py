@@ -1,12 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order statistics that do not claim more than the sample holds. Pure."""
+"""Order statistics and shares that do not claim more than the sample holds. Pure.
+
+Differences between arms are in paired.py.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from scipy.stats import binom, binomtest
+
+CONFIDENCE = 0.95
+
 Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A 95 % confidence interval; an end is infinite where the sample does not bound that side."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
 
 
 def order_statistic(values: Sequence[float], percent: int) -> float:
@@ -18,16 +36,45 @@ def order_statistic(values: Sequence[float], percent: int) -> float:
     return sorted(values)[rank - 1]
 
 
-def percentile(values: Sequence[float], percent: int) -> float | None:
-    """`order_statistic`, or None where the sample cannot support it or it falls on a failure (infinity).
+def supports(n: int, percent: int) -> bool:
+    """Whether n values can tell this percentile.
 
     Above the median at least two values must lie beyond: n * (1 - p) >= 2, so P90 needs 20 values and P99
     needs 200.
     """
-    if not values or (percent > 50 and len(values) * (100 - percent) < 200):
+    return n > 0 and (percent <= 50 or n * (100 - percent) >= 200)
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """`order_statistic`, or None where the sample cannot support it or it falls on a failure (infinity)."""
+    if not supports(len(values), percent):
         return None
     value = order_statistic(values, percent)
     return value if math.isfinite(value) else None
+
+
+def percentile_interval(values: Sequence[float], percent: int) -> Interval | None:
+    """A distribution-free interval of a percentile: two values of the sample, chosen by their ranks alone.
+
+    The count of values at or below the true percentile is binomial(n, p), so the ranks are its 2.5 % and
+    97.5 % points (David and Nagaraja, Order Statistics, 7.1). It takes requests as independent: queueing
+    makes neighbours alike, so the true uncertainty is larger. None where n has no such ranks: a median needs
+    6 values, P90 needs 36, P99 needs 368.
+    """
+    n, p, tail = len(values), percent / 100, (1 - CONFIDENCE) / 2
+    if not n:
+        return None
+    low, high = int(binom.ppf(tail, n, p)), int(binom.isf(tail, n, p)) + 1  # ranks, from 1
+    if low < 1 or high > n:
+        return None
+    ordered = sorted(values)
+    return Interval(ordered[low - 1], ordered[high - 1])
+
+
+def share_interval(count: int, n: int) -> Interval:
+    """Clopper and Pearson's exact interval of a share, `count` of `n` requests taken as independent."""
+    ends = binomtest(count, n).proportion_ci(CONFIDENCE, method="exact")
+    return Interval(float(ends.low), float(ends.high))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons why a cell must not count. Pure functions of what was recorded: `report` judges old runs alike."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from harness.client import CANCELLED, RequestRecord
@@ -12,17 +14,27 @@ from harness.stats import order_statistic, slope
 
 SPAN_TOLERANCE = 0.01
 SPAN_FLOOR_S = 0.010
+GROWTH_ARRIVALS = 10
+GROWTH_Z = 2.0
+"""One-sided 2 %. In a simulated queue with one server and cells of 60 requests this calls 0-1 % of the cells at
+85 % load unstable, 3 % at 95 %, two thirds at 150 %; fewer requests tell less, more tell more."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a verdict about a cell rests on; `metrics` as `store.summarise_samples` gives them."""
+    """All that a verdict about a cell rests on; `metrics` as `store.summarise_samples` gives them.
+
+    `no_preemption`: the run was declared free of preemptions. `engine_change`: in words, how the cell's engine
+    differs from that of the arm's first cell; see `engine_changes`.
+    """
 
     records: Sequence[RequestRecord]
     loop_lag_p99_s: float | None
     metrics: Mapping[str, Any]
     aborted: bool
     shared_cores: bool
+    no_preemption: bool = False
+    engine_change: str | None = None
 
 
 def ttft_s(record: RequestRecord) -> float:
@@ -30,6 +42,18 @@ def ttft_s(record: RequestRecord) -> float:
     if record.status != "ok" or record.first_token_s is None:
         return math.inf
     return record.first_token_s - record.due_s
+
+
+def waited_s(record: RequestRecord) -> float:
+    """TTFT, or a bound from below: a request cancelled before its first token waited at least so long.
+
+    Infinite for a request that failed of itself; the server will never answer it.
+    """
+    ttft = ttft_s(record)
+    if math.isfinite(ttft) or record.status != CANCELLED or record.done_s is None:
+        return ttft
+    first = record.done_s if record.first_token_s is None else record.first_token_s
+    return first - record.due_s
 
 
 def slip_s(records: Sequence[RequestRecord]) -> list[float]:
@@ -61,6 +85,74 @@ def backlog_slope_rps(records: Sequence[RequestRecord]) -> float | None:
     times = [start for start, _ in sent]
     in_flight = [float(sum(start <= t < end for start, end in sent)) for t in times]
     return slope(times, in_flight)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the number of requests in flight changes from one arrival to the next, after the ramp.
+
+    `per_arrival`: of each request that arrives, so much is not served in time; `z`: that mean over its standard
+    error.
+    """
+
+    arrivals: int
+    per_arrival: float
+    z: float
+
+    @property
+    def proven(self) -> bool:
+        return self.z > GROWTH_Z
+
+
+def backlog_growth(records: Sequence[RequestRecord]) -> Growth | None:
+    """Does the backlog grow through the cell? None where too few requests arrive after the ramp to tell.
+
+    The ramp ends with the cell's first third, and not before the first request is done: until then the backlog
+    rises in any server. After it, a server that keeps up sees as many leave as arrive. The steps between
+    arrivals are taken as independent, as in a random walk; in a queue that keeps up, rises are followed by
+    falls, which makes the test more careful, not less.
+    """
+    sent = sorted(
+        (r.dispatched_s, math.inf if r.done_s is None else r.done_s)
+        for r in records
+        if r.dispatched_s is not None
+    )
+    if not sent:
+        return None
+    first, last = sent[0][0], sent[-1][0]
+    ramp_end = max(min(end for _, end in sent), first + (last - first) / 3)
+    backlog = [sum(start <= t < end for start, end in sent) for t, _ in sent if t >= ramp_end]
+    steps = [after - before for before, after in itertools.pairwise(backlog)]
+    if len(steps) < GROWTH_ARRIVALS:
+        return None
+    mean, error = fmean(steps), stdev(steps) / math.sqrt(len(steps))
+    z = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+    return Growth(len(steps), mean, z)
+
+
+ENGINE_IDENTITY = ("digest", "image", "argv", "flags", "packages")
+
+
+def engine_changes(engines: Sequence[Mapping[str, Any] | None]) -> list[str | None]:
+    """For each cell of an arm, in the order of measurement: how its engine differs from the first cell's.
+
+    Compares what tells one build and configuration from another, where it was recorded; ports, process ids and
+    logs may differ.
+    """
+    first = next((engine for engine in engines if engine), None) or {}
+    return [_difference(first, engine) if engine else None for engine in engines]
+
+
+def _difference(first: Mapping[str, Any], engine: Mapping[str, Any]) -> str | None:
+    changed = [name for name in ENGINE_IDENTITY if _identity(first, name) != _identity(engine, name)]
+    return f"{' and '.join(changed)} differ from the arm's first cell" if changed else None
+
+
+def _identity(engine: Mapping[str, Any], name: str) -> Any:
+    value = engine.get(name)
+    if name != "argv" or not isinstance(value, list):
+        return value
+    return [word for before, word in zip(["", *value], value, strict=False) if before != "--port"]
 
 
 def _late_client(evidence: Evidence) -> Iterator[str]:
@@ -106,10 +198,33 @@ def _restarted(evidence: Evidence) -> Iterator[str]:
         yield "engine restarted during the cell"
 
 
-def _unfinished(evidence: Evidence) -> Iterator[str]:
+def _preempted(evidence: Evidence) -> Iterator[str]:
+    preemptions = evidence.metrics.get("preemptions_delta")
+    if evidence.no_preemption and preemptions:
+        yield f"{preemptions:g} preemptions in a run declared --no-preemption"
+
+
+def _engine_changed(evidence: Evidence) -> Iterator[str]:
+    if evidence.engine_change:
+        yield f"engine changed: {evidence.engine_change}"
+
+
+def _unstable(evidence: Evidence) -> Iterator[str]:
     left = sum(r.status == CANCELLED for r in evidence.records)
     if left:
         yield f"unstable: {left} of {len(evidence.records)} requests unfinished at the drain limit"
+    growth = backlog_growth(evidence.records)
+    if growth and growth.proven:
+        slope_rps = backlog_slope_rps(evidence.records)
+        yield (
+            f"unstable: the backlog grows by {growth.per_arrival:.2f} requests with each that arrives"
+            f" ({slope_rps:+.3f} /s, {growth.arrivals} arrivals, z {growth.z:.1f})"
+        )
+
+
+def unstable(reasons: Sequence[str]) -> bool:
+    """Whether a cell does not count because its server cannot keep up, whatever else is wrong with it."""
+    return any(reason.startswith("unstable") for reason in reasons)
 
 
 _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
@@ -118,5 +233,7 @@ _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _wrong_prompts,
     _prefix_hits,
     _restarted,
-    _unfinished,
+    _engine_changed,
+    _preempted,
+    _unstable,
 )

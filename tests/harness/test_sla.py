@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from harness.sla import CellVerdict, Limits, first_miss, highest_passing, misses
+from harness.errors import UserError
+from harness.sla import CellVerdict, Limits, Rule, RuleVerdict, first_miss, highest_passing, misses
 
 
 def cells(*rows: tuple[float, bool, int]) -> list[CellVerdict]:
@@ -46,3 +47,29 @@ def test_limits_keep_the_source_names() -> None:
 def test_impossible_limits_are_refused(pair: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="ascending"):
         Limits.of(*pair, rule="rule")
+
+
+def test_a_rule_covers_a_range_and_a_class() -> None:
+    rule = Rule.parse("short=5@p95:0-60000/chat")
+    assert rule == Rule("short", 5.0, 95, 0, 60_000, "chat")
+    assert str(rule) == "short: 95 % of requests of 0 to 60,000 prompt tokens of class chat within 5 s"
+    assert rule.covers(60_000, "chat")
+    assert not rule.covers(60_001, "chat") and not rule.covers(100, "default")
+    assert Rule.parse("all=15").covers(10**9, "anything")
+
+
+@pytest.mark.parametrize(
+    "text", ["short", "short=0", "short=-1", "short=1.2.3", "a=1@p0", "a=1@p100", "a=1:9-3", "=1", "a=1/"]
+)
+def test_an_unusable_rule_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(UserError, match="NAME=SECONDS"):
+        Rule.parse(text)
+
+
+def test_a_percentile_rule_allows_its_share_and_needs_its_sample() -> None:
+    rule = Rule("r", 1.0, percent=90)
+    assert rule.judge([0.5] * 18 + [2.0] * 2) == RuleVerdict(20, 2, True)
+    assert rule.judge([0.5] * 17 + [math.inf] * 3) == RuleVerdict(20, 3, False)
+    assert rule.judge([0.5] * 19).holds is None  # P90 needs 20
+    assert Rule("r", 1.0).judge([0.5, 1.5]) == RuleVerdict(2, 1, False)
+    assert Rule("r", 1.0).judge([]).holds is None

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.stats import order_statistic, paired_delta, percentile, slope
+from harness.stats import (
+    order_statistic,
+    paired_delta,
+    percentile,
+    percentile_interval,
+    share_interval,
+    slope,
+)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.integers(1, 100))
@@ -58,3 +65,32 @@ def test_slope() -> None:
     assert slope([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == pytest.approx(2.0)
     assert slope([], []) is None
     assert slope([1.0, 1.0], [0.0, 5.0]) is None
+
+
+@pytest.mark.parametrize(("percent", "enough"), [(50, 6), (90, 36), (99, 368)])
+def test_percentile_intervals_need_a_sample(percent: int, enough: int) -> None:
+    assert percentile_interval(range(enough), percent) is not None
+    assert percentile_interval(range(enough - 1), percent) is None
+
+
+@pytest.mark.parametrize("n", [6, 24, 60, 100])
+def test_the_ranks_of_a_median_cover_at_least_95_percent(n: int) -> None:
+    """P(rank low <= count below the median < rank high) by the binomial distribution itself."""
+    found = percentile_interval(range(1, n + 1), 50)
+    assert found is not None
+    covered = sum(math.comb(n, k) for k in range(int(found.low), int(found.high))) / 2**n
+    assert 0.95 <= covered < 0.995 or n == 6
+
+
+def test_an_interval_that_reaches_a_failure_is_open() -> None:
+    found = percentile_interval([*range(30), *[math.inf] * 10], 50)
+    assert found is not None and found.low == 13 and found.high == 26
+    found = percentile_interval([*range(22), *[math.inf] * 18], 50)
+    assert found is not None and found.high == math.inf
+
+
+def test_shares() -> None:
+    """No miss in 60 requests bounds the share at 1 - 0.025^(1/60)."""
+    none = share_interval(0, 60)
+    assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 60)))
+    assert 0.5 in share_interval(12, 24)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the 95 % intervals of harness/paired.py cover the truth in 95 % of cases?
+
+    python benchmarks/statistics_selftest.py [--pairs 500] [--out results/selftest/statistics.json]
+
+Each simulated pair is a whole experiment: a new trace, launches of two arms, and a queue that serves the trace
+in every launch. The queue is first come, first served, with one server:
+
+    wait[j] = max(0, wait[j-1] + service[j-1] - gap[j])          (Lindley, 1952)
+    TTFT[j] = wait[j] + service[j] + overhead
+
+with prompts of 60,000-180,000 tokens, Poisson arrivals, service of 1.9 s * L + 1.2 s * L^2 (L = prompt length /
+120,000 tokens) times a factor of the arm, a factor of the launch (log-normal, 1 %) and one of the request (log-
+normal, 3 %). So neighbours wait for one another, and a launch that is 1 % slower is slower in all its requests,
+more so where the queue is long.
+
+The truth is exact where arms differ by an overhead only; where one serves more slowly, the queue multiplies the
+difference, and the truth is the mean estimate over further simulated pairs (its standard error is printed).
+Exit code 1 unless every required case covers the truth in 92-98 % of its pairs and declares a zero difference
+in at most 7 %. The cases that are not required show where the method ends.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from harness import __version__
+from harness.paired import launch_differences, paired_estimate, resolved
+
+Floats = npt.NDArray[np.float64]
+Result = TypeVar("Result")
+
+TRUTH_PAIRS = 4000
+COVERAGE = (0.92, 0.98)
+MAX_FALSE = 0.07
+LAUNCH_SPREAD, REQUEST_SPREAD = 0.01, 0.03
+
+
+@dataclass(frozen=True)
+class Case:
+    """`load` is the first arm's utilisation; the other arm serves `factor` times as long and adds `overhead_s`."""
+
+    name: str
+    required: bool
+    load: float
+    factor: float
+    overhead_s: float
+    launches: int = 4
+    cohorts: int = 36
+    cohort_size: int = 10
+
+
+CASES = (
+    Case("no difference", True, load=0.6, factor=1.0, overhead_s=0.0),
+    Case("20 ms more after the queue", True, load=0.6, factor=1.0, overhead_s=0.02),
+    Case("5 % slower service", True, load=0.6, factor=1.05, overhead_s=0.0),
+    Case("5 % slower service, light load", True, load=0.4, factor=1.05, overhead_s=0.0),
+    Case("no difference, two launches (ABBA)", True, load=0.6, factor=1.0, overhead_s=0.0, launches=2),
+    Case("5 % slower service, two launches (ABBA)", True, load=0.6, factor=1.05, overhead_s=0.0, launches=2),
+    Case("no difference, near saturation", False, load=0.9, factor=1.0, overhead_s=0.0),
+    Case("5 % slower service, near saturation", False, load=0.85, factor=1.05, overhead_s=0.0),
+)
+
+
+def service_s(tokens: Floats) -> Floats:
+    """Unloaded prefill time: linear and quadratic in the prompt, 3.1 s at 120,000 tokens."""
+    length = tokens / 120_000
+    return 1.9 * length + 1.2 * length**2
+
+
+MEAN_SERVICE_S = float(service_s(np.linspace(60_000, 180_000, 10_001)).mean())
+
+
+def simulate(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """TTFT (launches, requests) of the two arms over one new trace."""
+    n = case.cohorts * case.cohort_size
+    tokens = generator.permutation(60_000 + (np.arange(n) + generator.random(n)) / n * 120_000)
+    gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
+    arms = np.repeat([1.0, case.factor], case.launches)[:, None]
+    launches = np.exp(generator.normal(0, LAUNCH_SPREAD, (2 * case.launches, 1)))
+    service = service_s(tokens) * arms * launches
+    service *= np.exp(generator.normal(0, REQUEST_SPREAD, service.shape))
+    wait = np.zeros_like(service)
+    for j in range(1, n):
+        wait[:, j] = np.maximum(0, wait[:, j - 1] + service[:, j - 1] - gaps[j - 1])
+    ttft = wait + service
+    return ttft[: case.launches], ttft[case.launches :] + case.overhead_s
+
+
+def point_estimate(case: Case, seed: int) -> float:
+    first, other = simulate(case, np.random.default_rng([1, seed]))
+    return float(np.mean([np.median(b - a) for a in first for b in other]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    estimate_s: float
+    low_s: float
+    high_s: float
+    declared: bool
+
+
+def measure(case: Case, seed: int) -> Outcome:
+    """One pair through the harness's own code."""
+    first, other = simulate(case, np.random.default_rng([2, seed]))
+    arm_a, arm_b = _launches(first), _launches(other)
+    cohort_of = {name: index // case.cohort_size for index, (_, name) in enumerate(arm_a[0])}
+    estimate = paired_estimate(arm_a, arm_b, cohort_of)
+    assert estimate.interval is not None and estimate.median_s is not None, estimate.reason
+    floor = max(abs(value) for launches in (arm_a, arm_b) for value in launch_differences(launches))
+    return Outcome(
+        estimate.median_s, estimate.interval.low, estimate.interval.high, resolved(estimate, floor)
+    )
+
+
+def _launches(ttft: Floats) -> list[dict[tuple[int, str], float]]:
+    return [{(0, f"r{index:04d}"): float(value) for index, value in enumerate(row)} for row in ttft]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    case: Case
+    pairs: int
+    truth_s: float
+    truth_standard_error_s: float
+    coverage: float
+    truth_below: float
+    truth_above: float
+    excludes_zero: float
+    declared: float
+    median_width_s: float
+    ok: bool | None
+    """None where the case is not required."""
+
+
+def run_case(case: Case, pairs: int, truth_pairs: int, pool: ProcessPoolExecutor) -> CaseResult:
+    if case.factor == 1.0:
+        truth, error = case.overhead_s, 0.0
+    else:
+        estimates = np.array(_map(pool, partial(point_estimate, case), truth_pairs))
+        truth, error = float(estimates.mean()), float(estimates.std(ddof=1) / math.sqrt(truth_pairs))
+    outcomes = _map(pool, partial(measure, case), pairs)
+    below = sum(truth < o.low_s for o in outcomes) / pairs
+    above = sum(truth > o.high_s for o in outcomes) / pairs
+    excludes_zero = sum(not o.low_s <= 0 <= o.high_s for o in outcomes) / pairs
+    coverage = 1 - below - above
+    fine = COVERAGE[0] <= coverage <= COVERAGE[1] and (truth != 0 or excludes_zero <= MAX_FALSE)
+    return CaseResult(
+        case=case,
+        pairs=pairs,
+        truth_s=truth,
+        truth_standard_error_s=error,
+        coverage=coverage,
+        truth_below=below,
+        truth_above=above,
+        excludes_zero=excludes_zero,
+        declared=sum(o.declared for o in outcomes) / pairs,
+        median_width_s=float(np.median([o.high_s - o.low_s for o in outcomes])),
+        ok=fine if case.required else None,
+    )
+
+
+def _map(pool: ProcessPoolExecutor, function: Callable[[int], Result], count: int) -> list[Result]:
+    return list(pool.map(function, range(count), chunksize=max(1, count // 50)))
+
+
+def table(results: list[CaseResult]) -> str:
+    lines = [
+        "| case | load | launches an arm | true difference | covered | truth below / above "
+        "| interval excludes 0 | declared | median width | required |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        verdict = "not required" if r.ok is None else "met" if r.ok else "NOT MET"
+        lines.append(
+            f"| {r.case.name} | {r.case.load:g} | {r.case.launches} | {r.truth_s * 1e3:.1f} ms"
+            f" (± {r.truth_standard_error_s * 1e3:.1f}) | {r.coverage:.1%}"
+            f" | {r.truth_below:.1%} / {r.truth_above:.1%} | {r.excludes_zero:.1%} | {r.declared:.1%}"
+            f" | {r.median_width_s * 1e3:.0f} ms | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Coverage of the harness's paired intervals.")
+    parser.add_argument("--pairs", type=int, default=500, help="simulated pairs a case (default 500)")
+    parser.add_argument("--truth-pairs", type=int, default=TRUTH_PAIRS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, help="JSON; the table is written beside it as .md")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    results = []
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        for case in CASES:
+            results.append(run_case(case, arguments.pairs, arguments.truth_pairs, pool))
+            print(
+                f"[{time.monotonic() - began:4.0f} s] {table(results[-1:]).splitlines()[-1]}", file=sys.stderr
+            )
+    text = table(results)
+    print(text)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "command": f"python benchmarks/statistics_selftest.py --pairs {arguments.pairs}",
+            "harness_version": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "seconds": round(time.monotonic() - began, 1),
+            "required": {"coverage": COVERAGE, "zero_excluded_at_most": MAX_FALSE},
+            "cases": [asdict(result) for result in results],
+        }
+        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+        arguments.out.with_suffix(".md").write_text(text + "\n")
+    return 0 if all(result.ok is not False for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import numpy as np
+import pytest
+
+from harness.paired import (
+    Boundary,
+    Launch,
+    boundary_difference,
+    launch_differences,
+    mcnemar,
+    paired_estimate,
+    resolved,
+    run_length,
+)
+
+COHORTS, SIZE = 32, 4
+NAMES = [f"r{index:04d}" for index in range(COHORTS * SIZE)]
+COHORT_OF = {name: index // SIZE for index, name in enumerate(NAMES)}
+
+
+def launch(values: np.ndarray) -> Launch:
+    return {(0, name): float(value) for name, value in zip(NAMES, values, strict=True)}
+
+
+def arm(seed: int, shifts: list[float], noise: float = 0.1) -> list[Launch]:
+    """A launch a shift: the same requests, noise of a cohort and of a request."""
+    generator = np.random.default_rng(seed)
+    cohort = np.repeat(generator.normal(0, noise, COHORTS), SIZE)
+    return [launch(1 + shift + cohort + generator.normal(0, noise, len(NAMES))) for shift in shifts]
+
+
+def test_the_estimate_is_the_mean_over_all_launch_combinations() -> None:
+    first, other = arm(1, [0.0, 0.02]), arm(2, [0.1, 0.13, 0.11])
+    medians = [np.median([b[key] - a[key] for key in a]) for a in first for b in other]
+    found = paired_estimate(first, other, COHORT_OF)
+    assert found.median_s == pytest.approx(np.mean(medians))
+    assert (found.n, found.cohorts, found.launches) == (128, 64, (2, 3))
+    assert found.interval is not None and found.median_s in found.interval
+
+
+def test_launches_that_scatter_widen_the_interval() -> None:
+    calm = paired_estimate(arm(1, [0.0] * 4), arm(2, [0.5] * 4), COHORT_OF)
+    wild = paired_estimate(arm(1, [-0.3, 0.3, -0.2, 0.2]), arm(2, [0.2, 0.8, 0.7, 0.3]), COHORT_OF)
+    assert calm.interval is not None and wild.interval is not None
+    assert wild.interval.high - wild.interval.low > 3 * (calm.interval.high - calm.interval.low)
+
+
+def test_two_launches_leave_few_degrees_of_freedom() -> None:
+    """Launch means 0.1 apart in both arms: standard error 0.071, one degree of freedom a side, t about 4.3."""
+    found = paired_estimate(arm(1, [0.0, 0.1], 1e-6), arm(2, [0.5, 0.6], 1e-6), COHORT_OF)
+    assert found.interval is not None
+    assert found.interval.high - found.interval.low == pytest.approx(2 * 4.303 * math.sqrt(0.005), rel=0.01)
+
+
+def test_neighbours_that_are_alike_count_once() -> None:
+    """Noise that a cohort shares makes the interval wider than the same noise drawn for each request."""
+    generator = np.random.default_rng(3)
+    shared = np.repeat(generator.normal(0, 1, COHORTS), SIZE)
+    flat = generator.permutation(shared)
+    zero = [launch(np.zeros(len(NAMES)))] * 2
+    widths = []
+    for values in (shared, flat):
+        found = paired_estimate(zero, [launch(values)] * 2, COHORT_OF)
+        assert found.interval is not None
+        widths.append(found.interval.high - found.interval.low)
+    assert widths[0] > 1.4 * widths[1]
+
+
+def test_fewer_than_thirty_cohorts_print_no_interval() -> None:
+    few = {name: index // 5 for index, name in enumerate(NAMES)}  # 26 cohorts
+    one = paired_estimate(arm(1, [0.0])[:1], arm(2, [0.1])[:1], few)
+    assert one.interval is None and "26 cohorts" in (one.reason or "") and one.median_s is not None
+    assert (
+        paired_estimate(arm(1, [0.0, 0.0]), arm(2, [0.1, 0.1]), few).interval is not None
+    )  # 52 over repeats
+
+
+def test_passes_over_the_trace_within_one_launch_count_as_repeats() -> None:
+    few = {name: index // 8 for index, name in enumerate(NAMES)}  # 16 cohorts
+    one, other = arm(1, [0.0]), arm(2, [0.1])
+    twice = [
+        {(turn, name): value for turn in (0, 1) for (_, name), value in a[0].items()} for a in (one, other)
+    ]
+    found = paired_estimate(twice[:1], twice[1:], few)
+    assert found.cohorts == 32 and found.interval is not None and not found.knows_launches
+
+
+def test_failures_count_as_infinite_and_are_never_dropped() -> None:
+    broken = np.where(np.arange(len(NAMES)) % 5 == 0, math.inf, 1.5)
+    found = paired_estimate(arm(1, [0.0, 0.0]), [launch(broken)] * 2, COHORT_OF)
+    clean = paired_estimate(arm(1, [0.0, 0.0]), [launch(np.full(len(NAMES), 1.5))] * 2, COHORT_OF)
+    assert found.median_s is not None and clean.median_s is not None and found.median_s > clean.median_s
+    dead = paired_estimate(arm(1, [0.0]), [launch(np.full(len(NAMES), math.inf))], COHORT_OF)
+    assert (dead.median_s, dead.reason) == (None, "the median falls on a failed request")
+    both = paired_estimate(
+        [launch(np.full(len(NAMES), math.inf))] * 1, [dict.fromkeys([(0, "r0000")], math.inf)], COHORT_OF
+    )
+    assert both.n == 0 and both.interval is None
+
+
+def test_the_same_records_give_the_same_interval() -> None:
+    first, other = arm(1, [0.0, 0.1]), arm(2, [0.2, 0.2])
+    assert paired_estimate(first, other, COHORT_OF) == paired_estimate(first, other, COHORT_OF)
+
+
+def test_runs_of_cohorts_shrink_with_the_trace() -> None:
+    assert [run_length(cohorts) for cohorts in (2, 12, 16, 30, 36, 400)] == [1, 1, 2, 3, 4, 4]
+
+
+def test_a_difference_inside_the_noise_floor_is_not_resolved() -> None:
+    found = paired_estimate(arm(1, [0.0] * 3, 0.01), arm(2, [0.1] * 3, 0.01), COHORT_OF)
+    assert resolved(found, 0.02) and not resolved(found, 0.2) and not resolved(found, None)
+    alone = paired_estimate(arm(1, [0.0], 0.01), arm(2, [0.1], 0.01), COHORT_OF)
+    assert alone.interval is not None and 0.0 not in alone.interval and not resolved(alone, 0.0)
+
+
+def test_noise_between_launches() -> None:
+    assert launch_differences(arm(1, [0.0, 0.1, 0.3], 1e-9)) == pytest.approx([0.1, 0.3, 0.2], abs=1e-6)
+    assert launch_differences(arm(1, [0.0])) == []
+
+
+def test_mcnemar_against_the_binomial() -> None:
+    """Eight requests miss in one arm only, all in the other one: p = 2 / 2^8."""
+    first = {(0, f"r{i}"): i < 2 for i in range(12)}
+    other = {(0, f"r{i}"): i < 10 for i in range(12)}
+    found = mcnemar(first, other)
+    assert (found.only_first, found.only_other, found.p) == (0, 8, pytest.approx(2 / 2**8))
+    assert mcnemar(first, first).p == 1.0
+
+
+def test_boundaries_of_three_repeats() -> None:
+    """Both arms stop at the same places each time: only the grid is uncertain."""
+    first, other = [Boundary(1.0, 1.1)] * 3, [Boundary(1.5, 1.6)] * 3
+    found = boundary_difference(first, other)
+    assert found is not None and (found.low, found.high) == (pytest.approx(0.4), pytest.approx(0.6))
+    assert boundary_difference(first[:2], other[:2]) is None
+    open_ended = boundary_difference(first, [Boundary(1.5, math.inf)] * 3)
+    assert open_ended is not None and (open_ended.low, open_ended.high) == (pytest.approx(0.4), math.inf)
+    scattered = boundary_difference(first, [Boundary(1.4, 1.5), Boundary(1.5, 1.6), Boundary(1.6, 1.7)])
+    assert scattered is not None and scattered.low == pytest.approx(
+        0.4 - 4.303 * 0.1 / math.sqrt(3), abs=1e-3
+    )
