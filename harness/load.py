@@ -9,55 +9,67 @@ starts.
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from harness.alarm import Alarm
 from harness.client import (
     CONNECT_ERROR,
     HTTP_ERROR,
     OK,
     RequestRecord,
     Target,
-    encode_body,
-    new_session,
+    Timeouts,
+    encode_message,
     send,
 )
+from harness.connection import Connector, Standby
 from harness.schedule import due_times
 from harness.trace import Request, Trace
 
 __all__ = ["CellRun", "CellSpec", "Progress", "RequestRecord", "Target", "refusal", "run_cell"]
 
-LEAD_S = 0.2  # from the end of the preparations to the first due time
-SPIN_S = 0.002  # the event loop's timers are late by up to a millisecond or two: poll for the last stretch
-LAG_INTERVAL_S = 0.02
+LEAD_S = 0.05  # from the end of the preparations to the first connection
+AHEAD_S = 0.25  # a request's connection is opened this long before it is due
+LAG_INTERVAL_S = 0.25  # each wake costs the client CPU time of its own
 
 
 @dataclass(frozen=True)
 class CellSpec:
-    """How to run a cell. `request_timeout_s` counts from the due time, `drain_timeout_s` from the last."""
+    """How to run a cell. `drain_timeout_s` counts from the last due time, the others as in `Timeouts`."""
 
     offered_qps: float
     repeat: int
     cache_salt: str
     drain_timeout_s: float
     request_timeout_s: float
+    first_token_timeout_s: float = Timeouts.first_token_s
+    connect_timeout_s: float = Timeouts.connect_s
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.connect_timeout_s, self.first_token_timeout_s, self.request_timeout_s)
 
 
 @dataclass(frozen=True)
 class CellRun:
     """What a cell gave: a record for each request of the trace, in its order, and the client's own lateness.
 
-    `loop_lag_s` samples by how much the event loop woke up late. `aborted` cells were stopped before their
-    end.
+    `loop_lag_s` samples by how much the event loop woke up late; `cpu_s` is the client's CPU time from the
+    first connection to the last answer, `real_time` whether it had real-time priority. `aborted` cells were
+    stopped before their end.
     """
 
     records: list[RequestRecord]
     loop_lag_s: list[float]
     started_unix_s: float
     aborted: bool
+    cpu_s: float = 0.0
+    real_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,55 +96,76 @@ async def run_cell(
     Ends when every request has ended, or at the drain limit (what is left is cancelled), or early (`aborted`)
     when `stop` is set or the server refuses the first requests outright (see `refusal`).
     """
-    bodies = [encode_body(target, request, spec.cache_salt) for request in trace.requests]
+    messages = [encode_message(target, request, spec.cache_salt) for request in trace.requests]
     due = due_times(trace, spec.offered_qps)
     stop = stop or asyncio.Event()
     refused = asyncio.Event()
     lag: list[float] = []
     sends: list[asyncio.Task[RequestRecord]] = []
+    standbys: list[Standby] = []
 
     def check_first(_: object) -> None:
         if refusal([task.result() for task in sends[:3] if _returned(task)], of=len(due)):
             refused.set()
 
-    async with new_session(target) as session:
-        with _quiet_collector():
-            loop = asyncio.get_running_loop()
-            start = loop.time() + LEAD_S
-            started_unix_s = time.time() + LEAD_S
+    with _quiet_collector(), real_time_priority() as real_time:
+        start = time.monotonic() + LEAD_S + AHEAD_S
+        started_unix_s = time.time() + LEAD_S + AHEAD_S
+        cpu_s = time.process_time()
 
-            def clock() -> float:
-                return loop.time() - start
+        def clock() -> float:
+            return time.monotonic() - start
 
-            async def dispatch() -> None:
-                """The open loop: nothing here waits for an answer before the last request is sent."""
-                for request, body, due_s in zip(trace.requests, bodies, due, strict=True):
-                    await _sleep_until(clock, due_s)
+        connector = Connector(
+            target.base_url, clock, timeout_s=spec.connect_timeout_s, ca_file=target.ca_file
+        )
+        await connector.resolve()
+
+        async def dispatch() -> None:
+            """The open loop: nothing here waits for an answer before the last request is sent."""
+            with Alarm() as alarm:
+                for at_s, index, opens in _events(due):
+                    await alarm.until(start + at_s)
+                    if opens:
+                        standbys.append(Standby(connector))
+                        continue
                     sending = asyncio.create_task(
-                        send(session, target, request, body, due_s, spec.request_timeout_s, clock)
+                        send(
+                            connector,
+                            standbys[index],
+                            target,
+                            trace.requests[index],
+                            messages[index],
+                            due[index],
+                            spec.timeouts,
+                            clock,
+                        )
                     )
                     sending.add_done_callback(check_first)
                     sends.append(sending)
-                await asyncio.wait(sends, timeout=spec.drain_timeout_s)
+            await asyncio.wait(sends, timeout=spec.drain_timeout_s)
 
-            dispatching = asyncio.create_task(dispatch())
-            stops = [asyncio.create_task(event.wait()) for event in (stop, refused)]
-            watchers = [asyncio.create_task(_sample_lag(loop.time, lag))]
-            if progress:
-                watchers.append(asyncio.create_task(_report_progress(progress, sends, len(due))))
-            try:
-                await asyncio.wait([dispatching, *stops], return_when=asyncio.FIRST_COMPLETED)
-                aborted = refused.is_set() or not dispatching.done()
-            finally:
-                await _cancel([dispatching, *stops, *watchers])
-                await _cancel(sends)
+        dispatching = asyncio.create_task(dispatch())
+        stops = [asyncio.create_task(event.wait()) for event in (stop, refused)]
+        watchers = [asyncio.create_task(_sample_lag(time.monotonic, lag))]
+        if progress:
+            watchers.append(asyncio.create_task(_report_progress(progress, sends, len(due))))
+        try:
+            await asyncio.wait([dispatching, *stops], return_when=asyncio.FIRST_COMPLETED)
+            aborted = refused.is_set() or not dispatching.done()
+        finally:
+            await _cancel([dispatching, *stops, *watchers])
+            await _cancel(sends)
+            for standby in standbys[len(sends) :]:
+                standby.close()
+        cpu_s = time.process_time() - cpu_s
     records = [
         sends[i].result() if i < len(sends) and _returned(sends[i]) else _unsent(request, due[i])
         for i, request in enumerate(trace.requests)
     ]
     if progress:
         progress(_progress(sends, len(due)))
-    return CellRun(records, lag, started_unix_s, aborted)
+    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time)
 
 
 def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:
@@ -151,11 +184,14 @@ def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:
     return first[0].error
 
 
-async def _sleep_until(clock: Callable[[], float], due_s: float) -> None:
-    if (early_s := due_s - clock() - SPIN_S) > 0:
-        await asyncio.sleep(early_s)
-    while clock() < due_s:
-        await asyncio.sleep(0)
+def _events(due: Sequence[float]) -> list[tuple[float, int, bool]]:
+    """(when, request, whether its connection is opened or it is sent), in order of time.
+
+    Where both fall together the request that is due goes first.
+    """
+    opening = [(due_s - AHEAD_S, index, True) for index, due_s in enumerate(due)]
+    sending = [(due_s, index, False) for index, due_s in enumerate(due)]
+    return sorted(opening + sending, key=lambda event: (event[0], event[2], event[1]))
 
 
 async def _sample_lag(clock: Callable[[], float], lag: list[float]) -> None:
@@ -215,3 +251,21 @@ def _quiet_collector() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+@contextmanager
+def real_time_priority() -> Iterator[bool]:
+    """Real-time priority for this thread where the system allows it; says whether it does.
+
+    The sender needs a millisecond or two of CPU time a request, but needs them on time, also while an engine
+    computes on the same cores. Without the permission (CAP_SYS_NICE) it runs like any other program.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except PermissionError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

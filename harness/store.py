@@ -63,6 +63,7 @@ _SCHEMA = pa.schema(
         ("server_prompt_tokens", pa.int64()),
         ("finish_reason", pa.string()),
         ("connection_reused", pa.bool_()),
+        ("reconnects", pa.int64()),
     ]
 )
 
@@ -159,6 +160,10 @@ class RunStore:
             "aborted": run.aborted,
             "harness_version": __version__,
             "loop_lag_ms": _lag_ms(run.loop_lag_s),
+            "client": {
+                "cpu_ms_per_request": 1e3 * run.cpu_s / len(run.records),
+                "real_time": run.real_time,
+            },
             "engine": engine,
             "metrics": summarise_samples(samples),
         }

@@ -24,13 +24,13 @@ async def send_one(script: Script, *, extensions: bool = True, **limits: Any) ->
 
 def reached(record: RequestRecord) -> list[str]:
     """The points of the timeline that were reached; asserts that they are in order."""
-    names = ["due_s", "dispatched_s", "connected_s", "sent_s", "first_byte_s", "first_token_s", "done_s"]
+    names = ["connected_s", "due_s", "dispatched_s", "sent_s", "first_byte_s", "first_token_s", "done_s"]
     times = [(name, getattr(record, name)) for name in names if getattr(record, name) is not None]
     assert [time for _, time in times] == sorted(time for _, time in times)
     return [name.removesuffix("_s") for name, _ in times]
 
 
-ALL = ["due", "dispatched", "connected", "sent", "first_byte", "first_token", "done"]
+ALL = ["connected", "due", "dispatched", "sent", "first_byte", "first_token", "done"]
 
 
 async def test_a_whole_timeline() -> None:
@@ -51,7 +51,7 @@ async def test_a_whole_timeline() -> None:
 async def test_a_role_chunk_is_no_token(server: Script) -> None:
     """The role chunk comes, and then either nothing more or the tokens."""
     silent = await send_one(replace(server, hang_after=0), request_timeout_s=1.0)
-    assert reached(silent) == ["due", "dispatched", "connected", "sent", "first_byte", "done"]
+    assert reached(silent) == ["connected", "due", "dispatched", "sent", "first_byte", "done"]
     assert (silent.status, silent.completion_tokens, silent.server_prompt_tokens) == (
         "timeout",
         0,
@@ -104,7 +104,7 @@ async def test_an_http_error_keeps_the_body(status: int) -> None:
     assert record.error is not None
     assert record.error.startswith(f'HTTP {status}: {{"error": "prompt too long"}}x')
     assert len(record.error) == 200
-    assert reached(record) == ["due", "dispatched", "connected", "sent", "first_byte", "done"]
+    assert reached(record) == ["connected", "due", "dispatched", "sent", "first_byte", "done"]
 
 
 async def test_connection_refused() -> None:
