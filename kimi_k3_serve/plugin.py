@@ -32,7 +32,7 @@ def register() -> None:
     state = source_lock.verify()
     from kimi_k3_serve.attention import ownership
 
-    ownership.install()
+    ownership.install(kimi=current_platform.is_cuda())
     if current_platform.is_cpu() and choice == "dcp":
         from kimi_k3_serve import cpu
 

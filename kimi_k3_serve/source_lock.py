@@ -5,9 +5,10 @@ A replaced or subclassed function that has changed underneath us would fail in w
 plugin compares before it installs anything and refuses by name.
 """
 
+import ast
 import hashlib
 import importlib
-import inspect
+import importlib.util
 import os
 import tomllib
 from pathlib import Path
@@ -17,6 +18,8 @@ from kimi_k3_serve.errors import UserError
 
 OVERRIDE = "KIMI_K3_ALLOW_UNLOCKED"
 LOCK = Path(__file__).with_name("upstream.toml")
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class SourceLockError(UserError):
@@ -41,35 +44,49 @@ def update() -> list[str]:
 
 
 def digest(name: str) -> str:
-    """SHA-256 of the source text of `package.module.object[.attribute]`.
+    """SHA-256 of the source text of `package.module.object[.attribute]`, decorators included.
+
+    Read from the file: importing a GPU model's module only to look at it would upset a CPU process.
 
     Raises:
         SourceLockError: the object does not exist.
     """
-    owner, attribute = resolve(name)
-    found = inspect.getattr_static(owner, attribute)
-    found = getattr(found, "__func__", found)
-    return hashlib.sha256(inspect.getsource(found).encode()).hexdigest()
+    parts = name.split(".")
+    package = importlib.util.find_spec(parts[0])
+    root = Path(package.origin).parent if package and package.origin else Path()
+    for split in range(len(parts) - 1, 0, -1):
+        file = root.joinpath(*parts[1:split]).with_suffix(".py")
+        if not file.is_file():
+            continue
+        text = file.read_text()
+        node: ast.AST | None = ast.parse(text)
+        for part in parts[split:]:
+            node = definition(node, part) if node else None
+        if isinstance(node, Definition):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
+            return hashlib.sha256("".join(lines).encode()).hexdigest()
+    raise SourceLockError(f"{name} does not exist in the installed vLLM; install vllm 0.32.0 from locks/")
+
+
+def definition(parent: ast.AST, name: str) -> Definition | None:
+    """The class or function `name` directly inside `parent`."""
+    for child in ast.iter_child_nodes(parent):
+        if isinstance(child, Definition) and child.name == name:
+            return child
+    return None
 
 
 def resolve(name: str) -> tuple[Any, str]:
-    """What holds `package.module.object[.attribute]` (a module or a class), and the last name in it.
-
-    Raises:
-        SourceLockError: the object does not exist.
-    """
+    """Import what holds `package.module.object[.attribute]` (a module or a class); return it and the last name."""
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
             owner: Any = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
-        try:
-            for attribute in parts[split:-1]:
-                owner = inspect.getattr_static(owner, attribute)
-            inspect.getattr_static(owner, parts[-1])
-        except AttributeError:
-            break
+        for attribute in parts[split:-1]:
+            owner = getattr(owner, attribute)
         return owner, parts[-1]
     raise SourceLockError(f"{name} does not exist in the installed vLLM; install vllm 0.32.0 from locks/")
 

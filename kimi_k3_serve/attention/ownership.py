@@ -79,10 +79,14 @@ EDITS: dict[str, list[Edit]] = {
 }
 
 
-def install() -> None:
-    """Teach both MLA layers and the shared metadata builder the contract. Idempotent."""
+def install(*, kimi: bool) -> None:
+    """Teach the shared MLA layer and metadata builder the contract, and Kimi-K3's own layer with `kimi`. Idempotent.
+
+    Kimi-K3's module is for GPUs: vLLM's CPU worker does not start in a process that has imported it.
+    """
     for name, edits in EDITS.items():
-        edit_function(name, edits)
+        if kimi or not name.startswith(KIMI):
+            edit_function(name, edits)
 
 
 class ContextGatherError(RuntimeError):

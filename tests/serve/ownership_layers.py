@@ -242,7 +242,7 @@ def rank_main(rank: int, folder: str) -> None:
         init_distributed_environment(W, rank, f"file://{folder}/store", rank, "gloo")
         initialize_model_parallel(W, decode_context_model_parallel_size=W)
         cpu.install()
-        ownership.install()
+        ownership.install(kimi=True)
         mla_attention.MLADCPManager = kimi.MLADCPManager = RecordingManager  # type: ignore[misc, assignment]
         torch.set_default_dtype(torch.float32)
         try:
