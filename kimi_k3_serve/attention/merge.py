@@ -4,7 +4,9 @@
 import torch
 
 
-def merge_partials(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(
+    outputs: torch.Tensor, lses: torch.Tensor, *, base_e: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine partial attention over W disjoint KV shards into attention over their union.
 
     With o_w the softmax-weighted mean over shard w and l_w = ln(sum(exp(scores))) of that shard,
@@ -16,18 +18,18 @@ def merge_partials(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Ten
 
     Args:
         outputs: [W, ..., L], any floating dtype.
-        lses: [W, ...], natural logarithm, float32.
+        lses: [W, ...], natural logarithm, or base 2 with `base_e` off.
 
     Returns:
-        output [..., L] in the dtype of `outputs`, and lse [...] in float32.
+        output [..., L] in the dtype of `outputs`, and lse [...] in float32, in the base of `lses`.
     """
     lses = lses.float()
     lses = torch.where(torch.isfinite(lses), lses, -torch.inf)
     largest = lses.amax(dim=0)
     reference = torch.where(torch.isfinite(largest), largest, 0.0)
-    weights = torch.exp(lses - reference)
+    weights = torch.exp(lses - reference) if base_e else torch.exp2(lses - reference)
     total = weights.sum(dim=0)
 
     payload = torch.where(weights.unsqueeze(-1) > 0, outputs.float(), 0.0)
     merged = (weights.unsqueeze(-1) * payload).sum(dim=0) / total.clamp_min(1e-38).unsqueeze(-1)
-    return merged.to(outputs.dtype), reference + torch.log(total)
+    return merged.to(outputs.dtype), reference + (torch.log(total) if base_e else torch.log2(total))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import peer_oracle
+import pytest
+import torch
+
+from kimi_k3_serve.attention.merge import merge_partials
+from kimi_k3_serve.attention.peer_exchange import BLOCKS, Geometry, PeerExchange
+from kimi_k3_serve.symmetric.region import LocalRegion
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_kernels_themselves_over_shared_memory_equal_the_oracle(world_size: int) -> None:
+    """W processes in the Triton interpreter, each spinning on the others' flags, one of them late each time."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "peer_ranks.py"), str(world_size)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.split() == [str(world_size)], done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("arch", "world_size"), [(90, 2), (90, 8), (100, 4)])
+def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int) -> None:
+    """To a cubin for Hopper and Blackwell: 16-byte stores to peers, release and acquire at system scope."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "peer_ptx.py"), str(arch), str(world_size)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    gather, merge = (json.loads(line) for line in done.stdout.splitlines())
+    for kernel in (gather, merge):
+        assert kernel["wide_stores"] >= 4 * world_size and kernel["narrow_stores"] == 0
+        assert kernel["release_sys"] == kernel["acquire_sys"] == world_size
+        assert kernel["multimem"] == 0
+        assert kernel["shared_bytes"] <= 1024  # small blocks: a whole grid is resident at once
+
+
+@pytest.mark.parametrize("base_e", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_merge_partials_equals_the_float64_oracle(world_size: int, base_e: bool) -> None:
+    outputs, lses = peer_oracle.partials(world_size, 7, 5, 16, seed=world_size, base_e=base_e)
+    merged, _ = merge_partials(outputs, lses, base_e=base_e)
+    expected = peer_oracle.merged(outputs, lses, base_e=base_e)
+    torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_token_of_a_launch_has_one_block_and_grids_are_bounded() -> None:
+    geometry = Geometry(48, 512, 64, torch.bfloat16, torch.bfloat16, max_tokens=64)
+    exchange = PeerExchange(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
+    for tokens in (1, 2, 7, 8, 32, 64):
+        grid, rows = exchange.grid(tokens)
+        assert grid <= BLOCKS and rows & (rows - 1) == 0
+        assert grid * rows >= min(tokens * 48, BLOCKS * rows)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4)
+    regions = LocalRegion.group(2, geometry.nbytes(2))
+    exchange = PeerExchange(regions[0], geometry)
+    nope, rope = torch.zeros(5, 2, 32), torch.zeros(5, 2, 8)
+    with pytest.raises(ValueError, match="5 tokens; this exchange holds 1 to 4"):
+        exchange.gather(nope, rope)
+    with pytest.raises(ValueError, match="contiguous last dimension"):
+        exchange.gather(nope[:2], rope[:2].mT.contiguous().mT)
+    with pytest.raises(ValueError, match="LSE of shape"):
+        exchange.merge(torch.zeros(2, 4, 32), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="bytes"):
+        PeerExchange(LocalRegion.group(2, 64)[0], geometry)
+
+
+def test_ubatches_share_no_byte() -> None:
+    geometry = Geometry(2, 32, 8, torch.float32, torch.bfloat16, max_tokens=4, ubatches=3)
+    exchange = PeerExchange(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
+    spans = sorted(
+        (exchange.offset(name, ubatch), exchange.offset(name, ubatch) + size)
+        for ubatch in range(3)
+        for name, (_, size) in exchange.parts.items()
+        if size
+    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert spans[-1][1] <= geometry.nbytes(2)
