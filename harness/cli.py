@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import bench
+from harness import bench, trace_cli
 from harness.engines.endpoint import ask_model, check_reachable
 from harness.errors import UserError
 from harness.load import Target
@@ -19,7 +19,7 @@ from harness.report import write_report
 from harness.sla import Limits
 from harness.store import RunStore, new_arm, new_manifest
 from harness.sweep import Plan, measure
-from harness.trace import ARRIVALS, Trace, load_trace, make_trace, save_trace
+from harness.trace import Trace, load_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,40 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return 2
     return 0
-
-
-def _make(arguments: argparse.Namespace) -> None:
-    trace = make_trace(
-        requests=arguments.requests,
-        min_tokens=arguments.min_tokens,
-        max_tokens=arguments.max_tokens,
-        output_tokens=arguments.output_tokens,
-        cohort_size=arguments.cohort_size,
-        arrivals=arguments.arrivals,
-        seed=arguments.seed,
-        vocab_size=arguments.vocab_size,
-        scale=arguments.scale,
-    )
-    try:
-        save_trace(trace, arguments.out)
-    except OSError as error:
-        raise UserError(f"cannot write {arguments.out}: {error.strerror}; choose another --out") from error
-    print(f"{arguments.out}: {len(trace.requests)} requests, sha256 {trace.sha256}")
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    trace = load_trace(arguments.file)
-    lengths = sorted(len(request.prompt) for request in trace.requests)
-    outputs = sorted({request.output_tokens for request in trace.requests})
-    print(f"requests       {len(trace.requests)}")
-    print(f"prompt tokens  {lengths[0]} to {lengths[-1]}, mean {sum(lengths) / len(lengths):.1f}")
-    print(f"output tokens  {', '.join(map(str, outputs))}")
-    print(f"span           {trace.span:.3f} (unit-rate time: divide by the offered rate for seconds)")
-    print(f"scale          {trace.scale:g}")
-    print(f"sha256         {trace.sha256}")
-    for cohort in trace.cohorts:
-        members = [len(request.prompt) for request in trace.requests if request.cohort == cohort]
-        print(f"cohort {cohort:<7} {len(members)} requests, {min(members)} to {max(members)} prompt tokens")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -163,7 +129,7 @@ def _duration(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harness", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_trace(commands)
+    trace_cli.add_parser(commands)
     _add_run(commands)
     report = commands.add_parser(
         "report", help="rebuild tables, plots and summary.json of a run, without a server"
@@ -172,43 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     bench.add_parser(commands)
     return parser
-
-
-def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verbs = commands.add_parser("trace", help="make or show a frozen workload").add_subparsers(
-        required=True, metavar="make|show"
-    )
-    make = verbs.add_parser("make", help="draw a trace and write it with its hash")
-    make.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="JSON Lines; gzip if it ends in .gz"
-    )
-    make.add_argument("--requests", type=int, required=True, metavar="N", help="number of requests")
-    make.add_argument(
-        "--min-tokens", type=int, required=True, metavar="A", help="shortest prompt, tokens, before --scale"
-    )
-    make.add_argument(
-        "--max-tokens", type=int, required=True, metavar="B", help="longest prompt, tokens, before --scale"
-    )
-    make.add_argument(
-        "--output-tokens", type=int, required=True, metavar="M", help="tokens to generate a request"
-    )
-    make.add_argument(
-        "--cohort-size", type=int, required=True, metavar="K", help="consecutive requests in a cohort"
-    )
-    make.add_argument("--arrivals", choices=ARRIVALS, required=True, help="gaps between requests")
-    make.add_argument(
-        "--seed", type=int, required=True, metavar="S", help="the same seed gives the same trace"
-    )
-    make.add_argument(
-        "--vocab-size", type=int, required=True, metavar="V", help="token ids are drawn from [3, V)"
-    )
-    make.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="factor on prompt lengths (default 1.0)"
-    )
-    make.set_defaults(run=_make)
-    show = verbs.add_parser("show", help="count, lengths, cohorts and sha256 of a trace")
-    show.add_argument("file", type=Path, metavar="FILE")
-    show.set_defaults(run=_show)
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

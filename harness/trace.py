@@ -9,6 +9,7 @@ SHA-256.
 
 import gzip
 import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,37 @@ from typing import Any
 import numpy as np
 import orjson
 
+from harness.arrivals import ARRIVALS, BURSTINESS, fits, unit_times
 from harness.errors import UserError
 
+__all__ = ["ARRIVALS", "Request", "Trace", "load_trace", "make_trace", "new_trace", "save_trace"]
+
 SCHEMA = 1
-ARRIVALS = ("poisson", "constant")
 FIRST_TOKEN_ID = 3  # ids 0 to 2 are specials (padding, begin, end) in most vocabularies
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a trace; `arrival` is in unit-rate time, lengths are in tokens."""
+    """One request of a trace; `arrival` is in unit-rate time, lengths are in tokens.
+
+    What is asked is `prompt` (token ids), or `text`, or `messages` of a chat; with the last two
+    `counted_tokens` is what the server must count, the chat template's own tokens included.
+    """
 
     id: str
     cohort: int
     limit_class: str
     arrival: float
     output_tokens: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    counted_tokens: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as the server must count them."""
+        return len(self.prompt) if self.counted_tokens is None else self.counted_tokens
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,18 @@ class Trace:
         """The cohorts' names, in order of first arrival."""
         return tuple(dict.fromkeys(request.cohort for request in self.requests))
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts begin alike on purpose, so that hits in a prefix cache are part of the workload."""
+        return bool(self.header.get("generator", {}).get("shared_tokens"))
+
+
+def new_trace(generator: Mapping[str, Any], scale: float, requests: Iterable[Request]) -> Trace:
+    """A trace of these requests; `generator` says all that it takes to make it again."""
+    kept = tuple(requests)
+    header = {"schema": SCHEMA, "generator": dict(generator), "scale": scale}
+    return Trace(header, scale, _sha256(header, kept), kept)
+
 
 def make_trace(
     *,
@@ -66,56 +93,70 @@ def make_trace(
     seed: int,
     vocab_size: int,
     scale: float = 1.0,
+    burstiness: float | None = None,
+    recorded_s: Sequence[float] = (),
 ) -> Trace:
     """Draw a trace; the same arguments give the same bytes.
 
     Prompt lengths are uniform over [min_tokens * scale, max_tokens * scale], one drawn from each of
     `requests` equal strata, so that a small sample still covers the range. `scale` shrinks prompts only,
-    never `output_tokens`.
+    never `output_tokens`. `burstiness` belongs to gamma arrivals, `recorded_s` (times of a log, s) to
+    recorded ones; see arrivals.py.
     """
     shortest, longest = round(min_tokens * scale), round(max_tokens * scale)
     for wrong, problem in (
         (requests < 1, f"--requests is {requests}; give at least 1"),
         (not 1 <= shortest <= longest, f"prompts of {shortest} to {longest} tokens; need 1 <= min <= max"),
+        (scale <= 0, f"--scale is {scale:g}; give more than 0"),
         (output_tokens < 1, f"--output-tokens is {output_tokens}; give at least 1"),
         (cohort_size < 1, f"--cohort-size is {cohort_size}; give at least 1"),
         (arrivals not in ARRIVALS, f"--arrivals is {arrivals!r}; choose one of {', '.join(ARRIVALS)}"),
         (vocab_size <= FIRST_TOKEN_ID, f"--vocab-size is {vocab_size}; give more than {FIRST_TOKEN_ID}"),
         (seed < 0, f"--seed is {seed}; give 0 or more"),
+        (not fits(arrivals, burstiness), BURSTINESS),
+        (
+            arrivals == "recorded" and len(recorded_s) < requests,
+            f"the log has {len(recorded_s)} arrivals; ask for so many --requests at most",
+        ),
     ):
         if wrong:
             raise UserError(problem)
 
     generator = np.random.Generator(np.random.PCG64(seed))
     lengths = _stratified(generator, requests, shortest, longest)
-    times = _arrivals(generator, requests, arrivals)
-    drawn = tuple(
+    times = unit_times(generator, requests, arrivals, burstiness, recorded_s)
+    drawn = (
         Request(
             id=f"r{index:04d}",
             cohort=index // cohort_size,
             limit_class="default",
             arrival=float(times[index]),
             output_tokens=output_tokens,
-            prompt=tuple(generator.integers(FIRST_TOKEN_ID, vocab_size, size=int(lengths[index])).tolist()),
+            prompt=draw_tokens(generator, vocab_size, int(lengths[index])),
         )
         for index in range(requests)
     )
-    header = {
-        "schema": SCHEMA,
-        "generator": {
-            "name": "uniform-stratified",
-            "requests": requests,
-            "min_tokens": min_tokens,
-            "max_tokens": max_tokens,
-            "output_tokens": output_tokens,
-            "cohort_size": cohort_size,
-            "arrivals": arrivals,
-            "seed": seed,
-            "vocab_size": vocab_size,
-        },
-        "scale": scale,
+    arguments = {
+        "name": "uniform-stratified",
+        "requests": requests,
+        "min_tokens": min_tokens,
+        "max_tokens": max_tokens,
+        "output_tokens": output_tokens,
+        "cohort_size": cohort_size,
+        "arrivals": arrivals,
+        "seed": seed,
+        "vocab_size": vocab_size,
     }
-    return Trace(header, scale, _sha256(header, drawn), drawn)
+    if burstiness is not None:
+        arguments["burstiness"] = burstiness
+    if arrivals == "recorded":
+        arguments["recorded_sha256"] = hashlib.sha256(orjson.dumps(list(recorded_s))).hexdigest()
+    return new_trace(arguments, scale, drawn)
+
+
+def draw_tokens(generator: np.random.Generator, vocab_size: int, count: int) -> tuple[int, ...]:
+    """Uniform token ids, specials left out."""
+    return tuple(generator.integers(FIRST_TOKEN_ID, vocab_size, size=count).tolist())
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -134,7 +175,7 @@ def load_trace(path: Path) -> Trace:
         header, *rows = (orjson.loads(line) for line in lines)
         expected = header.pop("sha256")
         scale = float(header["scale"])
-        requests = tuple(Request(**{**row, "prompt": tuple(row["prompt"])}) for row in rows)
+        requests = tuple(_request(row) for row in rows)
     except OSError as error:
         raise UserError(f"cannot read trace {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
@@ -157,12 +198,6 @@ def _stratified(generator: np.random.Generator, n: int, low: int, high: int) -> 
     return generator.permutation(lengths)
 
 
-def _arrivals(generator: np.random.Generator, n: int, kind: str) -> np.ndarray[Any, Any]:
-    """Unit-rate arrival times, the first at 0, mean gap 1."""
-    gaps = generator.exponential(1.0, n - 1) if kind == "poisson" else np.ones(n - 1)
-    return np.concatenate(([0.0], np.cumsum(gaps)))
-
-
 def _sha256(header: dict[str, Any], requests: tuple[Request, ...]) -> str:
     digest = hashlib.sha256(_canonical(header))
     for request in requests:
@@ -170,8 +205,14 @@ def _sha256(header: dict[str, Any], requests: tuple[Request, ...]) -> str:
     return digest.hexdigest()
 
 
+def _request(row: dict[str, Any]) -> Request:
+    sequences: dict[str, Any] = {name: tuple(row[name]) for name in ("prompt", "messages") if name in row}
+    return Request(**{**row, **sequences})
+
+
 def _line(request: Request) -> bytes:
-    return _canonical(vars(request))
+    """Without what a request does not have, so that traces of token ids keep their hash."""
+    return _canonical({name: value for name, value in vars(request).items() if value is not None})
 
 
 def _canonical(value: dict[str, Any]) -> bytes:
