@@ -24,7 +24,8 @@ GROWTH_Z = 2.0
 class Evidence:
     """All that a verdict about a cell rests on; `metrics` as `store.summarise_samples` gives them.
 
-    `no_preemption`: the run was declared free of preemptions. `engine_change`: in words, how the cell's engine
+    `no_preemption`: the run was declared free of preemptions. `shares_prefixes`: the trace's prompts begin alike
+    on purpose. `engine_change`: in words, how the cell's engine
     differs from that of the arm's first cell; see `engine_changes`.
     """
 
@@ -34,6 +35,7 @@ class Evidence:
     aborted: bool
     shared_cores: bool
     no_preemption: bool = False
+    shares_prefixes: bool = False
     engine_change: str | None = None
 
 
@@ -189,7 +191,7 @@ def _wrong_prompts(evidence: Evidence) -> Iterator[str]:
 
 def _prefix_hits(evidence: Evidence) -> Iterator[str]:
     hits = evidence.metrics.get("prefix_hits_delta")
-    if hits:
+    if hits and not evidence.shares_prefixes:
         yield f"prefix cache hits rose by {hits:g} tokens"
 
 

@@ -5,31 +5,54 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.client import OK, RequestRecord
-from harness.sla import CellVerdict, first_miss, highest_passing, misses
-from harness.stats import order_statistic, paired_delta, percentile
+from harness.client import CANCELLED, OK, RequestRecord
+from harness.report.pairs import (
+    as_json,
+    boundary_section,
+    launch_of,
+    noise_floors,
+    paired_section,
+)
+from harness.sla import CellVerdict, Rule, first_miss, highest_passing, misses
+from harness.stats import order_statistic, percentile, percentile_interval, share_interval, supports
 from harness.store import Cell
-from harness.validity import Evidence, backlog_slope_rps, invalid_reasons, slip_limit_s, slip_s, ttft_s
+from harness.validity import (
+    Evidence,
+    backlog_growth,
+    backlog_slope_rps,
+    engine_changes,
+    invalid_reasons,
+    slip_limit_s,
+    slip_s,
+    ttft_s,
+    unstable,
+    waited_s,
+)
 
 SCHEMA = 1
+PERCENTS = (50, 90, 99)
 
 
 def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The whole of summary.json; see the documentation of each part below."""
-    shared_cores = manifest["shared_cores"]
+    """The whole of summary.json; see docs/results.md and the documentation of each part below."""
     limits: dict[str, float] = manifest["limits"]["applied"]
+    rules = [Rule(**rule) for rule in manifest["limits"].get("rules", ())]
     names = [arm["name"] for arm in manifest["arms"]]
-    judged = {cell.key: summarise_cell(cell, limits, shared_cores) for cell in cells}
+    evidence = evidence_of(manifest, cells)
+    judged = {cell.key: summarise_cell(cell, evidence[cell.key], limits, rules) for cell in cells}
     valid = [cell for cell in cells if judged[cell.key]["valid"]]
     cohort_rate = _fixed_cohort_rate(names, cells, valid)
     return {
         "schema": SCHEMA,
         "trace_sha256": manifest["trace"]["sha256"],
+        "workload": manifest["trace"].get("header", {}).get("generator", {}),
         "scale": manifest["scale"],
         "limits": limits,
         "limits_source": manifest["limits"]["source"],
         "limits_rule": manifest["limits"]["rule"],
-        "shared_cores": shared_cores,
+        "limit_rules": {rule.name: str(rule) for rule in rules},
+        "shared_cores": manifest["shared_cores"],
+        "no_preemption": manifest.get("no_preemption", False),
         "arms": [
             {
                 "name": arm["name"],
@@ -37,52 +60,124 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
                 "kv_tokens": arm["kv_tokens"],
                 "kv_bytes": arm["kv_bytes"],
                 **_rate_verdicts([judged[cell.key] for cell in cells if cell.key.arm == arm["name"]], limits),
+                "rules": _rule_verdicts(
+                    [cell for cell in cells if cell.key.arm == arm["name"]], valid, rules
+                ),
+                "launches": len({launch_of(cell) for cell in cells if cell.key.arm == arm["name"]}),
                 "fixed_cohort": _fixed_cohort(manifest["fixed_cohort"], cohort_rate, arm["name"], valid),
                 "cells": [judged[cell.key] for cell in cells if cell.key.arm == arm["name"]],
             }
             for arm in manifest["arms"]
         ],
-        "paired": [
-            pair
-            for rate in sorted({cell.key.offered_qps for cell in valid})
-            for other in names[1:]
-            if (pair := _pair(names[0], other, rate, valid))
-        ],
+        "paired": paired_section(names, valid, limits),
+        "noise_floor": noise_floors(names, valid),
+        "boundary_difference": boundary_section(names, cells, valid, limits),
         "parity": manifest.get("parity"),
+        "client_error": manifest.get("client_error"),
         "notes": manifest["notes"],
     }
 
 
-def summarise_cell(cell: Cell, limits: Mapping[str, float], shared_cores: bool) -> dict[str, Any]:
-    """One cell's numbers. Percentiles of TTFT are null where n is too small or they fall on a failure."""
+def evidence_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[Any, Evidence]:
+    """What each cell is judged by, by its key."""
+    generator = manifest["trace"].get("header", {}).get("generator", {})
+    changes: dict[Any, str | None] = {}
+    for arm in {cell.key.arm for cell in cells}:
+        mine = sorted(
+            (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
+        )
+        found = engine_changes([cell.facts["engine"] for cell in mine])
+        changes |= {cell.key: change for cell, change in zip(mine, found, strict=True)}
+    return {
+        cell.key: Evidence(
+            records=cell.records,
+            loop_lag_p99_s=None if (lag := cell.facts["loop_lag_ms"]["p99"]) is None else lag / 1e3,
+            metrics=cell.facts["metrics"],
+            aborted=cell.facts["aborted"],
+            shared_cores=manifest["shared_cores"],
+            no_preemption=manifest.get("no_preemption", False),
+            shares_prefixes=bool(generator.get("shared_tokens")),
+            engine_change=changes[cell.key],
+        )
+        for cell in cells
+    }
+
+
+def summarise_cell(
+    cell: Cell, evidence: Evidence, limits: Mapping[str, float], rules: Sequence[Rule]
+) -> dict[str, Any]:
+    """One cell's numbers.
+
+    Percentiles of TTFT are null where n is too small, where they fall on a failure, and in an unstable cell:
+    there TTFT depends on how long the cell lasted. `ttft_at_least_s` bounds those that fall on a request that
+    was cancelled while it waited. Intervals take requests as independent.
+    """
     records, lag_ms = cell.records, cell.facts["loop_lag_ms"]["p99"]
     ttft = [ttft_s(record) for record in records]
     slip = slip_s(records)
-    evidence = Evidence(
-        records=records,
-        loop_lag_p99_s=None if lag_ms is None else lag_ms / 1e3,
-        metrics=cell.facts["metrics"],
-        aborted=cell.facts["aborted"],
-        shared_cores=shared_cores,
-    )
     reasons = invalid_reasons(evidence)
+    overloaded = unstable(reasons)
+    growth = backlog_growth(records)
     return {
         "offered_qps": cell.key.offered_qps,
         "repeat": cell.key.repeat,
+        "launch": launch_of(cell),
         "valid": not reasons,
+        "unstable": overloaded,
         "invalid_reasons": reasons,
         "n": len(records),
         "failed": sum(record.status != OK for record in records),
+        "censored": sum(record.status == CANCELLED for record in records),
         "achieved_qps": achieved_qps(records),
-        "ttft_s": {f"p{percent}": percentile(ttft, percent) for percent in (50, 90, 99)},
+        "ttft_s": {f"p{p}": None if overloaded else percentile(ttft, p) for p in PERCENTS},
+        "ttft_interval_s": {
+            f"p{p}": as_json(percentile_interval(ttft, p))
+            if supports(len(ttft), p) and not overloaded
+            else None
+            for p in PERCENTS
+        },
+        "ttft_at_least_s": _at_least(records, ttft),
+        "ttft_from_send_s": {
+            f"p{p}": None if overloaded else percentile(_from_send(records), p) for p in PERCENTS
+        },
         "ttft_split_p50_s": _ttft_split(records),
         "miss": {name: misses(ttft, limit) / len(ttft) for name, limit in limits.items()},
+        "miss_interval": {
+            name: as_json(share_interval(misses(ttft, limit), len(ttft))) for name, limit in limits.items()
+        },
+        "rules": {
+            rule.name: vars(rule.judge([t for r, t in zip(records, ttft, strict=True) if _covers(rule, r)]))
+            for rule in rules
+        },
         "slip_p99_ms": 1e3 * order_statistic(slip, 99) if slip else None,
-        "slip_limit_ms": 1e3 * slip_limit_s(order_statistic(ttft, 50), shared_cores),
+        "slip_limit_ms": 1e3 * slip_limit_s(order_statistic(ttft, 50), evidence.shared_cores),
         "loop_lag_p99_ms": lag_ms,
         "backlog_slope_rps": backlog_slope_rps(records),
+        "backlog_growth_per_arrival": growth.per_arrival if growth else None,
         "metrics": cell.facts["metrics"],
     }
+
+
+def _at_least(records: Sequence[RequestRecord], ttft: Sequence[float]) -> dict[str, float]:
+    """Right-censoring: where a percentile falls on a request that was still waiting, it is at least so long."""
+    waited = [waited_s(record) for record in records]
+    return {
+        f"p{p}": bound
+        for p in PERCENTS
+        if supports(len(ttft), p) and percentile(ttft, p) is None
+        if (bound := percentile(waited, p)) is not None
+    }
+
+
+def _from_send(records: Sequence[RequestRecord]) -> list[float]:
+    """What a client that counts from its own send would report; failures infinite."""
+    return [
+        ttft_s(r) - (r.dispatched_s - r.due_s) if r.dispatched_s is not None else math.inf for r in records
+    ]
+
+
+def _covers(rule: Rule, record: RequestRecord) -> bool:
+    return rule.covers(record.prompt_tokens, record.limit_class)
 
 
 def achieved_qps(records: Sequence[RequestRecord]) -> float | None:
@@ -120,7 +215,30 @@ def _rate_verdicts(judged: Sequence[Mapping[str, Any]], limits: Mapping[str, flo
     return {
         "highest_passing_qps": {name: highest_passing(cells) for name, cells in verdicts.items()},
         "first_miss_qps": {name: first_miss(cells) for name, cells in verdicts.items()},
+        "first_unstable_qps": min((cell["offered_qps"] for cell in judged if cell["unstable"]), default=None),
     }
+
+
+def _rule_verdicts(
+    cells: Sequence[Cell], valid: Sequence[Cell], rules: Sequence[Rule]
+) -> dict[str, dict[str, float | None]]:
+    """Highest passing and first failing rate of each rule, over all repeats of a rate together."""
+    counted = {cell.key for cell in valid}
+    rates = sorted({cell.key.offered_qps for cell in cells})
+    found = {}
+    for rule in rules:
+        verdicts = []
+        for rate in rates:
+            mine = [cell for cell in cells if cell.key.offered_qps == rate]
+            ttft = [ttft_s(r) for cell in mine for r in cell.records if _covers(rule, r)]
+            verdict = rule.judge(ttft)
+            known = all(cell.key in counted for cell in mine) and verdict.holds is not None
+            verdicts.append(CellVerdict(rate, known, 0 if verdict.holds else verdict.misses))
+        found[rule.name] = {
+            "highest_passing_qps": highest_passing(verdicts),
+            "first_miss_qps": first_miss(verdicts),
+        }
+    return found
 
 
 def _fixed_cohort_rate(arms: Sequence[str], cells: Sequence[Cell], valid: Sequence[Cell]) -> float | None:
@@ -143,39 +261,3 @@ def _fixed_cohort(cohort: int, rate: float | None, arm: str, valid: Sequence[Cel
         if record.cohort == cohort
     ]
     return {"name": str(cohort), "n": len(ttft), "ttft_p50_s": percentile(ttft, 50), "offered_qps": rate}
-
-
-def _pair(first: str, other: str, rate: float, valid: Sequence[Cell]) -> dict[str, Any] | None:
-    """TTFT differences of the same request, other - first; None where no repeat is valid in both arms."""
-    deltas = paired_ttft(first, other, rate, valid)
-    if not deltas:
-        return None
-    delta = paired_delta(
-        {key: a for key, (_, a, _) in deltas.items()}, {key: b for key, (_, _, b) in deltas.items()}
-    )
-    return {"arms": [first, other], "offered_qps": rate, "n": delta.n, "ttft_delta_p50_s": delta.median_s}
-
-
-def paired_ttft(
-    first: str, other: str, rate: float, valid: Sequence[Cell]
-) -> dict[tuple[int, str], tuple[int, float, float]]:
-    """(repeat, id) -> (prompt tokens, TTFT in `first`, TTFT in `other`), of repeats valid in both arms."""
-    by_arm = {
-        arm: {
-            (cell.key.repeat, record.id): record
-            for cell in valid
-            if cell.key.arm == arm and cell.key.offered_qps == rate
-            for record in cell.records
-        }
-        for arm in (first, other)
-    }
-    return {
-        key: (record.prompt_tokens, ttft_s(record), ttft_s(by_arm[other][key]))
-        for key, record in by_arm[first].items()
-        if key in by_arm[other]
-    }
-
-
-def finite(values: Sequence[float]) -> list[float]:
-    """Without the failures."""
-    return [value for value in values if math.isfinite(value)]

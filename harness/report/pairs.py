@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says about the difference between its arms: pure functions of its valid cells."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from harness.paired import (
+    Boundary,
+    Launch,
+    boundary_difference,
+    launch_differences,
+    mcnemar,
+    paired_estimate,
+    resolved,
+)
+from harness.sla import CellVerdict, highest_passing, misses
+from harness.stats import Interval
+from harness.store import Cell
+from harness.validity import ttft_s
+
+
+def launch_of(cell: Cell) -> str:
+    """Which launch of its engine a cell was measured in; cells that do not say belong to one."""
+    engine = cell.facts["engine"] or {}
+    started = cell.facts["metrics"].get("process_start_unix_s")
+    return str(cell.facts.get("launch", engine.get("launch", started)))
+
+
+def launches(arm: str, rate: float, valid: Sequence[Cell]) -> list[Launch]:
+    """TTFT of each launch of an arm at one rate, launches and passes in the order of measurement."""
+    found: dict[str, dict[tuple[int, str], float]] = {}
+    passes: dict[str, int] = {}
+    cells = [cell for cell in valid if cell.key.arm == arm and cell.key.offered_qps == rate]
+    for cell in sorted(cells, key=lambda cell: cell.key.repeat):
+        name = launch_of(cell)
+        turn = passes[name] = passes.get(name, -1) + 1
+        found.setdefault(name, {}).update({(turn, r.id): ttft_s(r) for r in cell.records})
+    return list(found.values())
+
+
+def noise_floors(arms: Sequence[str], valid: Sequence[Cell]) -> list[dict[str, Any]]:
+    """For each arm and rate with several launches: how far launches of the same arm lie apart (A2 - A1)."""
+    return [
+        {"arm": arm, "offered_qps": rate, "differences_s": differences}
+        for rate in _rates(valid)
+        for arm in arms
+        if (differences := launch_differences(launches(arm, rate, valid)))
+    ]
+
+
+def paired_section(
+    arms: Sequence[str], valid: Sequence[Cell], limits: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Each later arm against the first, at each rate at which both have valid cells."""
+    return [
+        found
+        for rate in _rates(valid)
+        for other in arms[1:]
+        if (found := _pair(arms[0], other, rate, valid, limits))
+    ]
+
+
+def _pair(
+    first: str, other: str, rate: float, valid: Sequence[Cell], limits: Mapping[str, float]
+) -> dict[str, Any] | None:
+    a, b = launches(first, rate, valid), launches(other, rate, valid)
+    cohort_of = {r.id: r.cohort for cell in valid for r in cell.records}
+    estimate = paired_estimate(a, b, cohort_of)
+    if not estimate.n:
+        return None
+    within = [abs(value) for launched in (a, b) for value in launch_differences(launched)]
+    floor = max(within, default=None)
+    return {
+        "arms": [first, other],
+        "offered_qps": rate,
+        "n": estimate.n,
+        "ttft_delta_p50_s": estimate.median_s,
+        "interval_s": as_json(estimate.interval),
+        "no_interval": estimate.reason,
+        "cohorts": estimate.cohorts,
+        "launches": list(estimate.launches),
+        "knows_launches": estimate.knows_launches,
+        "noise_floor_s": floor,
+        "resolved": resolved(estimate, floor),
+        "mcnemar": {
+            name: asdict(mcnemar(_missed(first, rate, valid, limit), _missed(other, rate, valid, limit)))
+            for name, limit in limits.items()
+        },
+    }
+
+
+def _missed(arm: str, rate: float, valid: Sequence[Cell], limit_s: float) -> dict[tuple[int, str], bool]:
+    return {
+        (cell.key.repeat, record.id): ttft_s(record) > limit_s
+        for cell in valid
+        if cell.key.arm == arm and cell.key.offered_qps == rate
+        for record in cell.records
+    }
+
+
+def paired_ttft(
+    first: str, other: str, rate: float, valid: Sequence[Cell]
+) -> dict[tuple[int, str], tuple[int, float, float]]:
+    """(repeat, id) -> (prompt tokens, TTFT in `first`, TTFT in `other`), of repeats valid in both arms."""
+    by_arm = {
+        arm: {
+            (cell.key.repeat, record.id): record
+            for cell in valid
+            if cell.key.arm == arm and cell.key.offered_qps == rate
+            for record in cell.records
+        }
+        for arm in (first, other)
+    }
+    return {
+        key: (record.prompt_tokens, ttft_s(record), ttft_s(by_arm[other][key]))
+        for key, record in by_arm[first].items()
+        if key in by_arm[other]
+    }
+
+
+def boundary_section(
+    arms: Sequence[str], cells: Sequence[Cell], valid: Sequence[Cell], limits: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """By how much the arms' highest passing rates differ, over repeats that both arms have."""
+    return [
+        {
+            "arms": [arms[0], other],
+            "limit": name,
+            "repeats": len(first),
+            "interval_qps": as_json(boundary_difference(first, second)),
+        }
+        for name, limit in limits.items()
+        for other in arms[1:]
+        for first, second in [_boundaries(arms[0], other, cells, valid, limit)]
+    ]
+
+
+def _boundaries(
+    first: str, other: str, cells: Sequence[Cell], valid: Sequence[Cell], limit_s: float
+) -> tuple[list[Boundary], list[Boundary]]:
+    counted = {cell.key for cell in valid}
+
+    def boundary(arm: str, repeat: int) -> Boundary | None:
+        mine = [cell for cell in cells if cell.key.arm == arm and cell.key.repeat == repeat]
+        verdicts = [
+            CellVerdict(
+                cell.key.offered_qps,
+                cell.key in counted,
+                misses([ttft_s(record) for record in cell.records], limit_s),
+            )
+            for cell in mine
+        ]
+        if not verdicts:
+            return None
+        passed = highest_passing(verdicts) or 0.0
+        above = [verdict.offered_qps for verdict in verdicts if verdict.offered_qps > passed]
+        return Boundary(passed, min(above, default=math.inf))
+
+    repeats = sorted({cell.key.repeat for cell in cells})
+    pairs = [(boundary(first, repeat), boundary(other, repeat)) for repeat in repeats]
+    both = [(a, b) for a, b in pairs if a and b]
+    return [a for a, _ in both], [b for _, b in both]
+
+
+def as_json(interval: Interval | None) -> dict[str, float | None] | None:
+    """An end that the sample does not bound is null."""
+    if interval is None:
+        return None
+    ends = (interval.low, interval.high)
+    low, high = (end if math.isfinite(end) else None for end in ends)
+    return {"low": low, "high": high}
+
+
+def _rates(valid: Sequence[Cell]) -> Iterator[float]:
+    yield from sorted({cell.key.offered_qps for cell in valid})
