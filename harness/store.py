@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -277,6 +278,7 @@ def summarise_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         "waiting_capacity_mean": mean("waiting_capacity"),
         "running_max": highest("running"),
         "engine_restarted": counters_fell or len(set(values("process_start_unix_s"))) > 1,
+        "process_start_unix_s": max(values("process_start_unix_s"), default=None),
     }
 
 
@@ -287,9 +289,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(content)
-    partial.replace(path)
+    with _whole(path) as partial:
+        partial.write_bytes(content)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -311,9 +312,22 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_parquet(path: Path, table: pa.Table) -> None:
+    with _whole(path) as partial:
+        pq.write_table(table, partial)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` once everything is written."""
     partial = path.with_name(path.name + ".tmp")
-    pq.write_table(table, partial)
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        cause = os.strerror(error.errno) if error.errno else one_line(str(error))
+        raise UserError(
+            f"cannot write {path}: {cause}; free some space, what was measured is kept"
+        ) from error
 
 
 def _lag_ms(lag_s: Sequence[float]) -> dict[str, float | None]:

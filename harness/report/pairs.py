@@ -25,7 +25,8 @@ def launch_of(cell: Cell) -> str:
     """Which launch of its engine a cell was measured in; cells that do not say belong to one."""
     engine = cell.facts["engine"] or {}
     started = cell.facts["metrics"].get("process_start_unix_s")
-    return str(cell.facts.get("launch", engine.get("launch", started)))
+    found = cell.facts.get("launch", engine.get("launch", started))
+    return "unknown" if found is None else str(found)
 
 
 def launches(arm: str, rate: float, valid: Sequence[Cell]) -> list[Launch]:
