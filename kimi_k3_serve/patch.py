@@ -28,16 +28,25 @@ class Edit:
 def edit_function(name: str, edits: Sequence[Edit]) -> None:
     """Put an edited `package.module.Class.method` in the place of the upstream one. Idempotent.
 
-    The new function lives in the globals of the upstream module, keeps decorators, defaults and `super()`, and
-    names the upstream function as `__wrapped__`, where the source lock goes on finding the locked text.
+    Raises:
+        SourceLockError: an edit's `old` text does not occur exactly once.
+    """
+    owner, attribute = resolve(name)
+    if getattr(inspect.getattr_static(owner, attribute), "edited_by", None) != __name__:
+        setattr(owner, attribute, edited(name, edits))
+
+
+def edited(name: str, edits: Sequence[Edit]) -> Any:
+    """The upstream function with the edits; upstream keeps its own.
+
+    It lives in the globals of the upstream module, keeps decorators, defaults and `super()`, and names the
+    upstream function as `__wrapped__`.
 
     Raises:
         SourceLockError: an edit's `old` text does not occur exactly once.
     """
     owner, attribute = resolve(name)
     original = inspect.getattr_static(owner, attribute)
-    if getattr(original, "edited_by", None) == __name__:
-        return
     source = textwrap.dedent(inspect.getsource(original))
     for edit in edits:
         if source.count(edit.old) != 1:
@@ -57,4 +66,4 @@ def edit_function(name: str, edits: Sequence[Edit]) -> None:
     function.__qualname__ = original.__qualname__
     function.__wrapped__ = original
     function.edited_by = __name__
-    setattr(owner, attribute, function)
+    return function

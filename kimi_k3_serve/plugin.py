@@ -30,8 +30,9 @@ def register() -> None:
     from kimi_k3_serve import source_lock
 
     state = source_lock.verify()
-    from kimi_k3_serve.attention import ownership
+    from kimi_k3_serve.attention import backends, ownership
 
+    backends.install()
     ownership.install(kimi=current_platform.is_cuda())
     if current_platform.is_cpu() and choice == "dcp":
         from kimi_k3_serve import cpu

@@ -6,7 +6,6 @@ Prints the name of each case that held, once a rank.
 
 import json
 import os
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -252,8 +251,11 @@ def rank_main(rank: int, folder: str) -> None:
             raise
 
 
-if __name__ == "__main__":
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         mp.start_processes(rank_main, (folder,), W, start_method="fork")
-    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

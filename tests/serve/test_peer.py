@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import pickle
 import subprocess
 import sys
 from itertools import pairwise
@@ -28,6 +29,33 @@ def test_the_kernels_themselves_over_shared_memory_equal_the_oracle(world_size: 
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.stdout.split() == [str(world_size)], done.stderr[-3000:]
+
+
+def test_peer_decode_inside_vllms_layers_equals_the_cpu_owner() -> None:
+    """The shared layer and Kimi-K3's own, W = 2; a batch above the bound and a machine without peers fall back."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "peer_layers.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )
+    cases = ["shared-peer", "kimi-peer", "collective-fallback"]
+    held = [line for line in done.stdout.splitlines() if line in cases]
+    assert sorted(held) == sorted(2 * cases), done.stderr[-4000:]
+
+
+def test_a_registered_backend_survives_a_spawned_process() -> None:
+    """Its name is new to vLLM's enumeration; a spawned process unpickles the configuration before any plugin runs."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kimi_k3_serve.attention import backends
+
+    backends.install()
+    members = [AttentionBackendEnum[name] for name in (*backends.BACKENDS, "FLASHMLA")]
+    script = "import pickle, sys; print(*(m.name for m in pickle.loads(sys.stdin.buffer.read())))"
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(members), capture_output=True)
+    assert done.stdout.decode().split() == [member.name for member in members], done.stderr
 
 
 @pytest.mark.parametrize(("arch", "world_size"), [(90, 2), (90, 8), (100, 4)])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PeerDecode` inside vLLM's own layers: two ranks over gloo, the peer kernels in the Triton interpreter.
+
+Run as a script with TRITON_INTERPRET=1. Prints the name of each case that held, once a rank.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ownership_layers as layers
+
+from kimi_k3_serve.attention import peer
+from kimi_k3_serve.attention.cpu_mla import CPUDCPMLABackend
+
+
+class PeerCPUImpl(peer.PeerDecode, layers.ManagedImpl):
+    """The CPU's attention between peer exchanges over memory that the ranks share."""
+
+    transports = ("shared",)
+    can_return_lse_for_decode = True
+
+    @property
+    def supports_quant_query_input(self) -> bool:  # type: ignore[override]
+        return False
+
+    @supports_quant_query_input.setter
+    def supports_quant_query_input(self, value: bool) -> None: ...
+
+
+class PeerCPUBackend(CPUDCPMLABackend):
+    @staticmethod
+    def get_impl_cls() -> type[PeerCPUImpl]:
+        return PeerCPUImpl
+
+
+class NoPeersImpl(PeerCPUImpl):
+    transports = ("peer",)  # which a CPU does not have
+
+
+class NoPeersBackend(CPUDCPMLABackend):
+    @staticmethod
+    def get_impl_cls() -> type[NoPeersImpl]:
+        return NoPeersImpl
+
+
+def run_cases(rank: int, config: Any, folder: Path) -> None:
+    owner = layers.shared_decode(layers.shared_layer("shared.owner", CPUDCPMLABackend), rank)
+    layer = layers.shared_layer("shared.peer", PeerCPUBackend)
+    assert layers.built == [] and layer.dcp_manager is None
+    assert layer.impl.collectives.exchange is not None
+    for _ in range(3):  # epochs go on
+        torch.testing.assert_close(layers.shared_decode(layer, rank), owner, rtol=1e-4, atol=1e-4)
+    layers.passed("shared-peer")
+
+    kimi_owner = layers.kimi_decode(layers.kimi_layer("kimi.owner", CPUDCPMLABackend), rank, config)
+    kimi = layers.kimi_layer("kimi.peer", PeerCPUBackend)
+    assert layers.built == [] and kimi.dcp_manager is None
+    assert kimi.impl.collectives is layer.impl.collectives  # one exchange for all layers of one geometry
+    result = layers.kimi_decode(kimi, rank, config)
+    torch.testing.assert_close(result, kimi_owner, rtol=1e-4, atol=1e-4)
+    layers.passed("kimi-peer")
+
+    # Above the bound, and without peers: the collective path, with vLLM's merge stood in for (it needs a GPU).
+    def reduce(partial: Any, lse: Any, group: Any, **arguments: Any) -> torch.Tensor:
+        assert arguments["is_lse_base_on_e"] and arguments["seq_lens"].tolist() == list(layers.LOCAL_LENS)
+        received = layer.impl.exchange_partials(partial, lse)
+        return layers.merge_partials(*received)[0]
+
+    peer.dcp_a2a_lse_reduce = reduce
+    os.environ[peer.MAX_TOKENS] = "1"  # the batch has two tokens
+    bounded = layers.shared_layer("shared.bounded", PeerCPUBackend)
+    assert bounded.impl.collectives.exchange.geometry.max_tokens == 1
+    assert torch.equal(layers.shared_decode(bounded, rank), owner)
+    lonely = layers.shared_layer("shared.lonely", NoPeersBackend)
+    assert lonely.impl.collectives.exchange is None
+    assert torch.equal(layers.shared_decode(lonely, rank), owner)
+    layers.passed("collective-fallback")
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    layers.run_cases = run_cases
+    layers.main()
