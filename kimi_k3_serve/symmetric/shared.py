@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory of processes of one machine: one memory-mapped file a rank, without a name once all have it."""
+"""Symmetric memory of processes of one machine: one nameless, memory-mapped file a rank."""
 
 import mmap
 import os
-import secrets
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-FOLDER = Path("/dev/shm")
 
 _private = threading.Lock()
 _private.acquire()
@@ -43,24 +40,19 @@ class SharedRegion:
 
 
 def allocate_shared(nbytes: int, group: Any) -> SharedRegion:
-    """Collective over `group` (any backend that moves Python objects; all ranks on one machine).
+    """Collective over `group` (any backend that moves Python objects; all ranks in one process namespace).
 
-    The files lose their names as soon as every rank has mapped them, so that nothing outlives the processes,
-    however they end.
+    Anonymous memory files, which the ranks open through /proc: not bounded by the size of /dev/shm (64 MiB in a
+    container, by default), and nothing is left behind however a process ends.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, group=group, group_src=0)
-    paths = [FOLDER / f"kimi-k3-{token[0]}-{peer}" for peer in range(world_size)]
-    descriptor = os.open(paths[rank], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
-        os.close(descriptor)
-        dist.barrier(group)
-        peers = tuple(map_file(path, nbytes) for path in paths)
-        dist.barrier(group)
-    finally:
-        paths[rank].unlink()
+    descriptor = os.memfd_create("kimi-k3-symmetric")
+    os.ftruncate(descriptor, nbytes)
+    owners: list[Any] = [None] * world_size
+    dist.all_gather_object(owners, (os.getpid(), descriptor), group=group)
+    peers = tuple(map_file(Path(f"/proc/{pid}/fd/{opened}"), nbytes) for pid, opened in owners)
+    dist.barrier(group)
+    os.close(descriptor)
     return SharedRegion(rank, peers)
 
 

@@ -6,6 +6,7 @@ peer        a store to each rank's memory through its pointer (NVLink, or PCIe p
 shared      memory that processes of one machine map (CPU)
 """
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.symmetric.region import Region
-from kimi_k3_serve.symmetric.shared import FOLDER, allocate_shared
+from kimi_k3_serve.symmetric.shared import allocate_shared
 from kimi_k3_serve.symmetric.torch_symm import allocate_torch, multicast_objection, peer_objection
 
 PREFERENCE = ("multicast", "peer", "shared")
@@ -28,7 +29,7 @@ class SymmetricMemoryError(UserError):
 def shared_objection(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"{device.type} tensors do not live in shared host memory"
-    return None if FOLDER.is_dir() else f"{FOLDER} does not exist"
+    return None if hasattr(os, "memfd_create") else "no anonymous memory files here (Linux has them)"
 
 
 OBJECTIONS: Mapping[str, Callable[[torch.device], str | None]] = {
