@@ -61,7 +61,8 @@ def finish(state, epoch):
         tl.store(state, epoch)
 
 
-@triton.jit
+# Numbers that change from step to step or from rank to rank must not each compile a kernel of their own.
+@triton.jit(do_not_specialize=["flags", "query", "rank", "tokens", "heads"])
 def gather_query(
     nope,
     nope_stride_token,
@@ -109,7 +110,10 @@ def gather_query(
     finish(state, epoch)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lse_stride_token", "lse_stride_head", "num_seqs", "flags", "received", "received_lse"]
+    + ["rank", "tokens", "heads", "capacity"]
+)
 def merge_partials(
     partial,
     partial_stride_token,
