@@ -1,109 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does unloaded and at its limit, from which a run's limits and offered rates are derived.
+"""`python -m harness calibrate`: how wrong is the client itself?
 
-Both measurements use a trace of their own: the same distribution as the run's, another seed.
+It measures a server that answers after a known delay and notes, on the clock that both share, when it really
+wrote the first token (known_delay.py). For each request
+
+    error = reported TTFT - true TTFT,    true TTFT = first token's write at the server - due time
+
+which is the time from that write to the client's reading of it: the network stack, the wake-up, and whatever
+else the client was doing. Three more figures say whether the schedule was kept and at what price: the
+coefficient of variation of the gaps between arrivals at the server (0 at a constant rate, ideally), the slip
+P99, and the client's CPU time a request, connection and encoding of the body apart from each other.
 """
 
-import dataclasses
+import argparse
+import asyncio
+import contextlib
+import json
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
-from harness.load import CellSpec, RequestRecord, Target, run_cell
-from harness.sla import SOURCE_LIMITS_S, Limits
-from harness.stats import order_statistic
-from harness.trace import Request, Trace
-from harness.validity import ttft_s
+import aiohttp
+import uvloop
 
-UNLOADED_REQUESTS = 8
-SOURCE_UNLOADED_P50_S = 3.13
-LIMIT_FACTORS = (4.8, 8.0)
-"""The source's 15 s and 25 s over its unloaded P50 TTFT of 3.13 s."""
-TIMEOUT_S = 120.0
+from harness.errors import UserError
+from harness.load import CellRun, CellSpec, Target, run_cell
+from harness.options import parse_rates
+from harness.stats import order_statistic
+from harness.store import write_json
+from harness.trace import Request, Trace
+
+DELAY_S = 0.2
+TOKENS = 8  # of each answer
+TIMEOUT_S = 30.0
+LEAST_REQUESTS = 40  # for a P95 with two values beyond it
+BYTES_PER_TOKEN = 7  # six digits and a comma
+BRIEF_QPS = 20.0
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Records of the requests sent one by one, and of those sent all at once."""
+class Accuracy:
+    """What one client did at one rate (requests a second) with one size of request body.
 
-    trace_sha256: str
-    unloaded: tuple[RequestRecord, ...]
-    burst: tuple[RequestRecord, ...]
+    `error_ms` holds p50, p95 and max of reported minus true TTFT. `encode_ms` and `cpu_ms` are CPU time a
+    request: building the body before the cell, and everything from the first connection to the last answer.
+    """
 
-    @property
-    def unloaded_ttft_p50_s(self) -> float:
-        return order_statistic([ttft_s(record) for record in self.unloaded], 50)
-
-    @property
-    def capacity_qps(self) -> float:
-        """Requests over the time from their common due time to the end of the last one."""
-        return len(self.burst) / max(record.done_s or math.inf for record in self.burst)
-
-    def limits(self, arm: str) -> Limits:
-        first_s, second_s = (factor * self.unloaded_ttft_p50_s for factor in LIMIT_FACTORS)
-        low, high = SOURCE_LIMITS_S
-        return Limits.of(
-            first_s,
-            second_s,
-            rule=(
-                f"{LIMIT_FACTORS[0]:g}x and {LIMIT_FACTORS[1]:g}x the unloaded P50 TTFT of {arm},"
-                f" {self.unloaded_ttft_p50_s:.4g} s over {len(self.unloaded)} requests sent one by one,"
-                f" as the source's {low} s and {high} s are of its {SOURCE_UNLOADED_P50_S:g} s;"
-                " frozen before the sweep"
-            ),
-        )
-
-    def rates(self, fractions: Sequence[float]) -> tuple[float, ...]:
-        """Offered rates in requests a second: fractions of the capacity, to three significant digits."""
-        return tuple(float(f"{fraction * self.capacity_qps:.3g}") for fraction in fractions)
-
-    def as_record(self) -> dict[str, Any]:
-        """For calibration.json: what was derived, and each request it was derived from."""
-        kept = ("id", "prompt_tokens", "due_s", "dispatched_s", "first_token_s", "done_s", "status")
-        return {
-            "trace_sha256": self.trace_sha256,
-            "unloaded_ttft_p50_s": self.unloaded_ttft_p50_s,
-            "capacity_qps": self.capacity_qps,
-            "unloaded": [_columns(record, kept) for record in self.unloaded],
-            "burst": [_columns(record, kept) for record in self.burst],
-        }
+    offered_qps: float
+    body_bytes: int
+    n: int
+    error_ms: dict[str, float]
+    gap_cv: float
+    slip_p99_ms: float
+    cpu_ms: float
+    encode_ms: float
+    real_time: bool
 
 
-async def calibrate(target: Target, trace: Trace) -> Calibration:
-    """Sends a few requests of the trace one by one, then all of it at once. UserError where one fails."""
-    unloaded = [
-        await _send(target, trace, [request], 1.0) for request in spread(trace.requests, UNLOADED_REQUESTS)
-    ]
-    burst = await _send(target, trace, trace.requests, math.inf)
-    return Calibration(trace.sha256, tuple(record for (record,) in unloaded), tuple(burst))
+@dataclass(frozen=True)
+class KnownDelayServer:
+    """A running known_delay.py."""
+
+    url: str
+
+    async def stamps(self) -> dict[str, dict[str, float]]:
+        """Gives and forgets head_s, body_s and token_s of each request, by its X-Request-Id."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/stamps") as response:
+            found: dict[str, dict[str, float]] = json.loads(await response.read())
+            return found
 
 
-def spread(requests: Sequence[Request], count: int) -> list[Request]:
-    """At most `count` requests, evenly over the range of prompt lengths."""
-    by_length = sorted(requests, key=lambda request: len(request.prompt))
-    count = min(count, len(by_length))
-    return [by_length[(2 * index + 1) * len(by_length) // (2 * count)] for index in range(count)]
-
-
-async def _send(target: Target, trace: Trace, requests: Sequence[Request], qps: float) -> list[RequestRecord]:
-    first = requests[0].arrival
-    due_now = tuple(dataclasses.replace(request, arrival=request.arrival - first) for request in requests)
-    part = dataclasses.replace(trace, requests=due_now)
-    salt = f"calibration-{secrets.token_hex(8)}"
-    run = await run_cell(
-        target, part, CellSpec(qps, 0, salt, drain_timeout_s=TIMEOUT_S, request_timeout_s=TIMEOUT_S)
+@contextlib.asynccontextmanager
+async def known_delay_server() -> AsyncIterator[KnownDelayServer]:
+    """Starts one in a process of its own, which ends with this context or with us."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "harness.known_delay", "--delay-s", str(DELAY_S), "--tokens", str(TOKENS)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
-    for record in run.records:
-        if record.status != "ok":
-            raise UserError(
-                f"arm {target.name}: request {record.id} of the calibration failed"
-                f" ({record.status}: {record.error}); see the engine's log"
-            )
-    return run.records
+    assert process.stdin and process.stdout
+    try:
+        yield KnownDelayServer((await process.stdout.readline()).decode().strip())
+    finally:
+        process.stdin.close()
+        await process.wait()
 
 
-def _columns(record: RequestRecord, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
+def uniform_trace(n: int, body_bytes: int) -> Trace:
+    """`n` requests at constant gaps whose bodies have about this many bytes; all ask for the same."""
+    prompt = tuple(100_000 + index % 60_000 for index in range(max(1, body_bytes // BYTES_PER_TOKEN)))
+    requests = tuple(Request(f"r{i:04d}", 0, "default", float(i), TOKENS, prompt) for i in range(n))
+    return Trace(header={}, scale=1.0, sha256="", requests=requests)
+
+
+async def measure_point(server: KnownDelayServer, offered_qps: float, body_bytes: int, n: int) -> Accuracy:
+    """Raises UserError where a request failed, which an idle machine does not let happen."""
+    trace = uniform_trace(n, body_bytes)
+    salt = f"calibrate-{secrets.token_hex(4)}"
+    target = Target("known-delay", server.url, "known-delay")
+    before = time.process_time()
+    run = await run_cell(target, trace, CellSpec(offered_qps, 0, salt, TIMEOUT_S, TIMEOUT_S))
+    encode_s = time.process_time() - before - run.cpu_s
+    failed = [record for record in run.records if record.status != "ok"]
+    if failed:
+        raise UserError(
+            f"calibration: {len(failed)} of {n} requests failed ({failed[0].status}: {failed[0].error});"
+            " free the machine's cores and try again"
+        )
+    return accuracy_of(run, await server.stamps(), salt, offered_qps, body_bytes, encode_s)
+
+
+def accuracy_of(
+    run: CellRun,
+    stamps: Mapping[str, Mapping[str, float]],
+    salt: str,
+    offered_qps: float,
+    body_bytes: int,
+    encode_s: float,
+) -> Accuracy:
+    """Pure: a cell's records held against the server's stamps."""
+    seen = [stamps[f"{salt}-{record.id}"] for record in run.records]
+    reported_s = [(r.first_token_s or math.inf) - r.due_s for r in run.records]
+    true_s = [
+        stamp["token_s"] - (run.started_monotonic_s + record.due_s)
+        for stamp, record in zip(seen, run.records, strict=True)
+    ]
+    errors_ms = [1e3 * (a - b) for a, b in zip(reported_s, true_s, strict=True)]
+    slips_ms = [1e3 * ((r.dispatched_s or math.inf) - r.due_s) for r in run.records]
+    return Accuracy(
+        offered_qps=offered_qps,
+        body_bytes=body_bytes,
+        n=len(run.records),
+        error_ms=error_summary(errors_ms),
+        gap_cv=gap_cv([stamp["head_s"] for stamp in seen]),
+        slip_p99_ms=order_statistic(slips_ms, 99),
+        cpu_ms=1e3 * run.cpu_s / len(run.records),
+        encode_ms=1e3 * encode_s / len(run.records),
+        real_time=run.real_time,
+    )
+
+
+def error_summary(errors_ms: Sequence[float]) -> dict[str, float]:
+    return {
+        "p50": order_statistic(errors_ms, 50),
+        "p95": order_statistic(errors_ms, 95),
+        "max": max(errors_ms),
+    }
+
+
+def gap_cv(arrivals_s: Sequence[float]) -> float:
+    """Standard deviation over mean of the gaps between arrivals."""
+    gaps = [b - a for a, b in pairwise(sorted(arrivals_s))]
+    return statistics.pstdev(gaps) / statistics.fmean(gaps)
+
+
+async def brief(trace: Trace) -> dict[str, Any]:
+    """A few seconds before a sweep, with bodies as long as the trace's longest: for the manifest."""
+    longest = max(request.prompt_tokens for request in trace.requests)
+    async with known_delay_server() as server:
+        point = await measure_point(server, BRIEF_QPS, BYTES_PER_TOKEN * longest, LEAST_REQUESTS)
+    return asdict(point)
+
+
+def error_bar(point: Mapping[str, Any]) -> str:
+    """One sentence for people; `point` as in the manifest's `client_calibration`."""
+    error = point["error_ms"]
+    return (
+        f"The client's own error, measured against a known-delay server just before: P50 {error['p50']:.2f} ms,"
+        f" P95 {error['p95']:.2f} ms, at most {error['max']:.2f} ms over {point['n']} requests of"
+        f" {point['body_bytes'] / 1e3:.0f} KB at {point['offered_qps']:g} QPS."
+    )
+
+
+HEAD = "  rate  body KB    n   error ms p50    p95    max   gap CV  slip p99 ms  CPU ms/request  + encoding"
+
+
+def line(point: Accuracy) -> str:
+    error = point.error_ms
+    return (
+        f"{point.offered_qps:6g} {point.body_bytes / 1e3:8.0f} {point.n:4d} {error['p50']:14.2f}"
+        f" {error['p95']:6.2f} {error['max']:6.2f} {point.gap_cv:8.4f} {point.slip_p99_ms:12.2f}"
+        f" {point.cpu_ms:15.2f} {point.encode_ms:11.2f}"
+    )
+
+
+async def measure_points(rates: Sequence[float], sizes: Sequence[int], seconds: float) -> list[Accuracy]:
+    """Every rate with every size, printed as they come."""
+    points = []
+    async with known_delay_server() as server:
+        await measure_point(server, BRIEF_QPS, 1000, 10)  # first calls of everything
+        print(HEAD, flush=True)
+        for size in sizes:
+            for rate in rates:
+                points.append(
+                    await measure_point(server, rate, size, max(LEAST_REQUESTS, round(rate * seconds)))
+                )
+                print(line(points[-1]), flush=True)
+    return points
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    calibrate = commands.add_parser(
+        "calibrate", help="the client's own error and CPU time, against a server of known delay"
+    )
+    calibrate.add_argument("--rates", default="5,40,80", metavar="Q,Q", help="requests a second (5,40,80)")
+    calibrate.add_argument("--body-kb", default="480,800", metavar="K,K", help="request bodies (480,800)")
+    calibrate.add_argument("--seconds", type=float, default=5.0, metavar="S", help="a point, about (5)")
+    calibrate.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    calibrate.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    sizes = [round(1000 * size) for size in parse_rates(arguments.body_kb)]
+    points = uvloop.run(measure_points(parse_rates(arguments.rates), sizes, arguments.seconds))
+    priority = "with" if points[0].real_time else "without"
+    print(f"known delay {DELAY_S * 1e3:.0f} ms, {TOKENS} tokens an answer, {priority} real-time priority")
+    if arguments.json:
+        write_json(arguments.json, {"delay_s": DELAY_S, "points": [asdict(point) for point in points]})

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import bench, trace_cli
+from harness import bench, calibrate, trace_cli
 from harness.engines.endpoint import ask_model, check_reachable
 from harness.errors import UserError
 from harness.load import Target
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("dir", type=Path, metavar="DIR", help="the folder that `run --out` or `bench` wrote")
     report.set_defaults(run=_report)
     bench.add_parser(commands)
+    calibrate.add_parser(commands)
     return parser
 
 

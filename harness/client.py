@@ -119,9 +119,11 @@ class RequestRecord:
 
 def encode_body(target: Target, request: Request, cache_salt: str) -> bytes:
     """The JSON body of a streamed completion of exactly `request.output_tokens` tokens."""
-    body: dict[str, Any] = {
+    asked: dict[str, Any] = {"prompt": request.prompt if request.text is None else request.text}
+    if request.messages is not None:
+        asked = {"messages": request.messages}
+    body = asked | {
         "model": target.model,
-        "prompt": request.prompt,
         "max_tokens": request.output_tokens,
         "temperature": 0,
         "stream": True,
@@ -149,7 +151,8 @@ def encode_message(target: Target, request: Request, cache_salt: str) -> bytes:
     }
     if target.api_key:
         fields["Authorization"] = f"Bearer {target.api_key}"
-    lines = [f"POST {parts.path}/v1/completions HTTP/1.1"]
+    what = "completions" if request.messages is None else "chat/completions"
+    lines = [f"POST {parts.path}/v1/{what} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in fields.items()]
     return "\r\n".join((*lines, "", "")).encode("latin-1") + body
 
@@ -201,7 +204,7 @@ async def send(
         id=request.id,
         cohort=request.cohort,
         limit_class=request.limit_class,
-        prompt_tokens=len(request.prompt),
+        prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         due_s=due_s,
         dispatched_s=dispatched_s,

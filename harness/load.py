@@ -33,6 +33,7 @@ from harness.trace import Request, Trace
 
 __all__ = ["CellRun", "CellSpec", "Progress", "RequestRecord", "Target", "refusal", "run_cell"]
 
+NORMAL_PRIORITY = "HARNESS_NORMAL_PRIORITY"
 LEAD_S = 0.05  # from the end of the preparations to the first connection
 AHEAD_S = 0.25  # a request's connection is opened this long before it is due
 LAG_INTERVAL_S = 0.25  # each wake costs the client CPU time of its own
@@ -70,6 +71,7 @@ class CellRun:
     aborted: bool
     cpu_s: float = 0.0
     real_time: bool = False
+    started_monotonic_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ async def run_cell(
     ]
     if progress:
         progress(_progress(sends, len(due)))
-    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time)
+    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start)
 
 
 def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:
@@ -233,7 +235,7 @@ def _unsent(request: Request, due_s: float) -> RequestRecord:
         id=request.id,
         cohort=request.cohort,
         limit_class=request.limit_class,
-        prompt_tokens=len(request.prompt),
+        prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         due_s=due_s,
         error="not sent before the cell was stopped",
@@ -258,8 +260,12 @@ def real_time_priority() -> Iterator[bool]:
     """Real-time priority for this thread where the system allows it; says whether it does.
 
     The sender needs a millisecond or two of CPU time a request, but needs them on time, also while an engine
-    computes on the same cores. Without the permission (CAP_SYS_NICE) it runs like any other program.
+    computes on the same cores. Without the permission (CAP_SYS_NICE), or with HARNESS_NORMAL_PRIORITY set in
+    the environment, it runs like any other program.
     """
+    if os.environ.get(NORMAL_PRIORITY):
+        yield False
+        return
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except PermissionError:

@@ -5,7 +5,7 @@ Each arm is started, proves what it is, passes parity, and is swept over the sam
 engine runs at a time. The first arm sets limits and rates, which are frozen in the manifest before its sweep.
 In the run's folder, beside what store.py keeps:
 
-    calibration.json             the first arm's unloaded TTFT and capacity, with the requests they come from
+    baseline.json                the first arm's unloaded TTFT and capacity, with the requests they come from
     parity.json                  the verdict, extremes of each pair, every difference
     parity/prompts.json          what was asked; reference.json and <arm>.json.gz: what was answered
     proof/<arm>/rank-<r>.json    what each rank stated about itself
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from harness import parity
 from harness.arms import Arm
-from harness.calibrate import calibrate
+from harness.baseline import measure_baseline
 from harness.engines.endpoint import ask_model
 from harness.engines.process import Engine, free_port, start
 from harness.engines.proof import read_proofs
@@ -132,8 +132,8 @@ class PairRun:
                     answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
                     self._judge(arm, prompts, reference, answers)
                 if rates is None:
-                    with step(f"{arm.name} calibration"):
-                        rates = await self._calibrate(
+                    with step(f"{arm.name} baseline"):
+                        rates = await self._baseline(
                             engine, target, self._trace(options.seed + 1, vocab_size)
                         )
                 with step(f"{arm.name} sweep"):
@@ -181,7 +181,7 @@ class PairRun:
     async def _start(self, arm: Arm, model: Path, trace: Trace) -> Engine:
         port = free_port()
         proof_dir = self._folder("proof", arm.name)
-        # Of what a trace can hold, not of what this one happens to: calibration has a trace of its own.
+        # Of what a trace can hold, not of what this one happens to: the baseline has a trace of its own.
         longest = max(
             math.ceil(SOURCE_TOKENS[1] * self.options.scale) + self.options.output_tokens,
             *(length + parity.OUTPUT_TOKENS for length in self.options.parity_lengths),
@@ -263,20 +263,20 @@ class PairRun:
             raise UserError(refusal)
         arm.require_proof(proofs, used=True)
 
-    async def _calibrate(self, engine: Engine, target: Target, trace: Trace) -> tuple[float, ...]:
+    async def _baseline(self, engine: Engine, target: Target, trace: Trace) -> tuple[float, ...]:
         """The rates of the sweep, in requests a second; limits and rates are frozen in the manifest here."""
         options = self.options
-        calibration = await engine.guard(calibrate(target, trace), "calibrating")
-        write_json(self._run.path / "calibration.json", calibration.as_record())
+        baseline = await engine.guard(measure_baseline(target, trace), "measuring its baseline")
+        write_json(self._run.path / "baseline.json", baseline.as_record())
         if options.limits_s is None:
-            limits = calibration.limits(target.name)
+            limits = baseline.limits(target.name)
             self._manifest["limits"] |= {"applied": limits.applied, "rule": limits.rule}
-        rates = options.rates if options.absolute_rates else calibration.rates(options.rates)
+        rates = options.rates if options.absolute_rates else baseline.rates(options.rates)
         self._manifest["rates"] = list(rates)
         self._save()
         self.steps.say(
-            f"  unloaded P50 TTFT {calibration.unloaded_ttft_p50_s:.3f} s,"
-            f" capacity {calibration.capacity_qps:.3g} QPS;"
+            f"  unloaded P50 TTFT {baseline.unloaded_ttft_p50_s:.3f} s,"
+            f" capacity {baseline.capacity_qps:.3g} QPS;"
             f" limits {', '.join(map(_number, self._manifest['limits']['applied'].values()))} s,"
             f" rates {', '.join(map(_number, rates))} QPS"
         )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.arms import Arm
-from harness.calibrate import Calibration, spread
+from harness.baseline import Baseline, spread
 from harness.cli import main
 from harness.errors import UserError
 from harness.load import RequestRecord
@@ -60,16 +60,16 @@ def test_pair_from_checkpoint_to_headline(out: Path, capsys: pytest.CaptureFixtu
     assert main(arguments(out)) == 0
     manifest, summary = read(out / "manifest.json"), read(out / "summary.json")
 
-    calibration = read(out / "calibration.json")
-    ttft = [request["first_token_s"] - request["due_s"] for request in calibration["unloaded"]]
-    assert calibration["unloaded_ttft_p50_s"] == percentile(ttft, 50)
+    baseline = read(out / "baseline.json")
+    ttft = [request["first_token_s"] - request["due_s"] for request in baseline["unloaded"]]
+    assert baseline["unloaded_ttft_p50_s"] == percentile(ttft, 50)
     assert manifest["limits"]["applied"] == pytest.approx(
-        {"15": 4.8 * calibration["unloaded_ttft_p50_s"], "25": 8.0 * calibration["unloaded_ttft_p50_s"]}
+        {"15": 4.8 * baseline["unloaded_ttft_p50_s"], "25": 8.0 * baseline["unloaded_ttft_p50_s"]}
     )
-    ends = [request["done_s"] for request in calibration["burst"]]
-    assert calibration["capacity_qps"] == 4 / max(ends)
-    assert manifest["rates"] == [float(f"{share * calibration['capacity_qps']:.3g}") for share in (0.5, 1.2)]
-    assert calibration["trace_sha256"] != manifest["trace"]["sha256"]
+    ends = [request["done_s"] for request in baseline["burst"]]
+    assert baseline["capacity_qps"] == 4 / max(ends)
+    assert manifest["rates"] == [float(f"{share * baseline['capacity_qps']:.3g}") for share in (0.5, 1.2)]
+    assert baseline["trace_sha256"] != manifest["trace"]["sha256"]
 
     assert [arm["name"] for arm in summary["arms"]] == ["tp2", "dcp2"]
     for arm in summary["arms"]:
@@ -85,7 +85,7 @@ def test_pair_from_checkpoint_to_headline(out: Path, capsys: pytest.CaptureFixtu
         assert arm["engine"]["argv"][2:6] == ["serve", "--profile", "cpu", "--topology"]
         assert [rank["rank"] for rank in arm["engine"]["ranks"]] == [0, 1]
     assert list(manifest["steps_s"]) == [
-        *("checkpoint", "trace", "reference", "tp2 start", "tp2 parity", "tp2 calibration", "tp2 sweep"),
+        *("checkpoint", "trace", "reference", "tp2 start", "tp2 parity", "tp2 baseline", "tp2 sweep"),
         *("dcp2 start", "dcp2 parity", "dcp2 sweep"),
     ]
     shown = capsys.readouterr()
@@ -114,8 +114,8 @@ def test_one_bad_arm_is_refused_and_the_other_ones_cells_are_kept(
 def test_engine_that_dies_in_a_cell_leaves_it_aborted(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibration_and_warm_up = (4 + 4) * 8 + 8
-    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"die_after_tokens": calibration_and_warm_up + 12}))
+    baseline_and_warm_up = (4 + 4) * 8 + 8
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"die_after_tokens": baseline_and_warm_up + 12}))
     assert main(arguments(out)) == 2
     shown = capsys.readouterr()
     line, *log = shown.err[shown.err.index("error: ") :].splitlines()
@@ -264,16 +264,16 @@ def record(first_token_s: float, done_s: float) -> RequestRecord:
     )
 
 
-def test_limits_and_rates_follow_from_the_calibration() -> None:
+def test_limits_and_rates_follow_from_the_baseline() -> None:
     unloaded = tuple(record(ttft, 9.0) for ttft in (0.5, 0.1, 0.3))
     burst = tuple(record(1.0, done) for done in (2.0, 8.0, 5.0, 3.0))
-    calibration = Calibration("", unloaded, burst)
-    assert calibration.unloaded_ttft_p50_s == 0.3
-    assert calibration.capacity_qps == 4 / 8.0
-    limits = calibration.limits("tp2")
+    baseline = Baseline("", unloaded, burst)
+    assert baseline.unloaded_ttft_p50_s == 0.3
+    assert baseline.capacity_qps == 4 / 8.0
+    limits = baseline.limits("tp2")
     assert limits.applied == pytest.approx({"15": 1.44, "25": 2.4})
     assert "4.8x and 8x the unloaded P50 TTFT of tp2, 0.3 s over 3 requests" in limits.rule
-    assert calibration.rates([0.3, 0.33333, 1.2]) == (0.15, 0.167, 0.6)
+    assert baseline.rates([0.3, 0.33333, 1.2]) == (0.15, 0.167, 0.6)
 
 
 def test_unloaded_requests_cover_the_lengths() -> None:
