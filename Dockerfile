@@ -37,13 +37,14 @@ COPY --from=wheel /dist /dist
 RUN /build/bin/python -m pip --python /opt/kimi-k3/bin/python install --no-cache-dir --no-deps --no-index \
         --compile /dist/*.whl
 COPY locks /opt/kimi-k3/locks
+ENV KIMI_K3_LOCKS=/opt/kimi-k3/locks
 RUN /opt/kimi-k3/bin/python -m kimi_k3_serve sbom --target "${TARGET}" --report /locks/installed.json \
         --out /opt/kimi-k3
 
 # What all targets share at run time: a user without a name on the host, caches in one volume, the lock's labels.
 FROM ${BASE} AS runtime
 RUN groupadd --gid 10001 kimi && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache kimi && \
-    install -d -o 10001 -g 10001 /cache /results
+    install -d -o 10001 -g 10001 /cache /cache/huggingface /results
 ENV PATH=/opt/kimi-k3/bin:$PATH \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 \
     HOME=/cache USER=kimi LOGNAME=kimi XDG_CACHE_HOME=/cache XDG_CONFIG_HOME=/cache/config \
