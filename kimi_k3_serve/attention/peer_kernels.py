@@ -111,8 +111,10 @@ def gather_query(
 
 
 @triton.jit(
-    do_not_specialize=["lse_stride_token", "lse_stride_head", "num_seqs", "flags", "received", "received_lse"]
-    + ["rank", "tokens", "heads", "capacity"]
+    do_not_specialize=[
+        *("lse_stride_token", "lse_stride_head", "num_seqs"),
+        *("flags", "received", "received_lse", "rank", "tokens", "heads", "capacity"),
+    ]
 )
 def merge_partials(
     partial,

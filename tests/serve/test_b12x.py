@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+import importlib
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peer_oracle
+import pytest
+import torch
+from vllm.platforms.interface import DeviceCapability
+
+from kimi_k3_serve.attention import b12x, b12x_rules
+from kimi_k3_serve.attention.merge import merge_partials
+
+ROOT = Path(__file__).parents[2]
+
+
+def configuration(tp: int, dcp: int, *, pcp: int = 1, max_model_len: int = 1_048_576, **changes: Any) -> Any:
+    dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | changes
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(**dims),
+            get_num_attention_heads=lambda parallel: 96 // tp,
+            max_model_len=max_model_len,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=dcp,
+            prefill_context_parallel_size=pcp,
+            cp_kv_cache_interleave_size=1,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+    )
+
+
+def reasons(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    capability: tuple[int, int] = (12, 0),
+    installed: bool = True,
+) -> list[str]:
+    """What vLLM's selector collects against B12X_MLA."""
+    monkeypatch.setattr(b12x, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(b12x.importlib.util, "find_spec", lambda name: object() if installed else None)
+    found: list[str] = b12x.B12xMLABackend.validate_configuration(
+        head_size=576,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="fp8",
+        block_size=None,
+        use_mla=True,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=DeviceCapability(*capability),
+        attn_type="decoder",
+        use_pcp=config.parallel_config.prefill_context_parallel_size > 1,
+        use_dcp=config.parallel_config.decode_context_parallel_size > 1,
+    )
+    return found
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(16, 8), (16, 16), (16, 4), (8, 8), (8, 2), (4, 2), (16, 1), (1, 1)])
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_selector_accepts(
+    monkeypatch: pytest.MonkeyPatch, tp: int, dcp: int, capability: tuple[int, int]
+) -> None:
+    """TP16/DCP8 gathers 48 heads and TP16/DCP16 96; TP16 alone pads 6 heads to 8."""
+    assert reasons(monkeypatch, configuration(tp, dcp), capability) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (configuration(16, 2), "6 heads a rank at DCP2 gather to 12, not a multiple of 8"),
+        (configuration(16, 8, pcp=2), "prefill context parallelism of 2 is not supported"),
+        (
+            configuration(16, 8, max_model_len=8 * 1_048_576 + 1),
+            "is 1048577 tokens; the kernel holds 1048576",
+        ),
+        (configuration(16, 8, kv_lora_rank=256), "this model has {'kv_lora_rank': 256"),
+    ],
+)
+def test_selector_refuses_with_its_reason(monkeypatch: pytest.MonkeyPatch, config: Any, words: str) -> None:
+    assert any(words in reason for reason in reasons(monkeypatch, config))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3), (12, 3)])
+def test_other_gpus_are_declined_by_name(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    found = reasons(monkeypatch, configuration(16, 8), capability)
+    expected = f"B12X_MLA runs on SM120 and SM121 only, this GPU is SM{capability[0]}{capability[1]}"
+    assert expected in found
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reasons(monkeypatch, configuration(16, 8), installed=False)
+    assert found == ["B12X_MLA needs the package b12x; install b12x==1.5.1"]
+
+
+def test_the_name_is_registered_beside_vllms_paged_b12x() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kimi_k3_serve.attention import backends
+
+    backends.install()
+    assert AttentionBackendEnum["B12X_MLA"].get_class() is b12x.B12xMLABackend
+    assert AttentionBackendEnum["B12X"].get_path().startswith("vllm.")
+
+
+def test_it_is_an_owner() -> None:
+    impl, builder = b12x.B12xMLABackend.get_impl_cls(), b12x.B12xMLABackend.get_builder_cls()
+    assert impl.owns_decode_dcp_collectives and impl.supports_dcp and not impl.supports_pcp
+    assert builder.supports_direct_dcp_kv_gather
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dcp", "interleave", "local"), [(100, 8, 1, 13), (96, 8, 1, 12), (65, 2, 16, 48)]
+)
+def test_the_plan_is_made_for_the_longest_local_length(
+    tokens: int, dcp: int, interleave: int, local: int
+) -> None:
+    assert b12x_rules.longest_local(tokens, dcp, interleave) == local
+    held = [sum(p // interleave % dcp == rank for p in range(tokens)) for rank in range(dcp)]
+    assert max(held) <= local < max(held) + interleave
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(6, 8), (8, 8), (12, 16), (48, 48), (96, 96)])
+def test_synthetic_heads_leave_output_and_lse(heads: int, padded: int) -> None:
+    """Attention over 8-head tiles, the synthetic heads stripped, equals attention over the real heads."""
+    assert b12x_rules.padded_heads(heads) == padded
+    torch.manual_seed(heads)
+    query, rows = torch.randn(3, heads, 576), torch.randn(20, 576)
+    scores = b12x.pad(query, padded) @ rows.T * 0.05
+    output, lse = b12x.strip(torch.softmax(scores, -1) @ rows[:, :512], torch.logsumexp(scores, -1), heads)
+    scores = query @ rows.T * 0.05
+    torch.testing.assert_close(output, torch.softmax(scores, -1) @ rows[:, :512])
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+def test_an_empty_shard_gives_output_zero_and_lse_minus_infinity() -> None:
+    output, lse = torch.full((2, 8, 512), math.nan), torch.zeros(2, 8)
+    output[1], lse[0] = 1.0, -math.inf
+    output, lse = b12x.strip(output, lse, 6)
+    assert torch.equal(output[0], torch.zeros(6, 512)) and torch.equal(output[1], torch.ones(6, 512))
+    assert torch.isneginf(lse[0]).all() and torch.equal(lse[1], torch.zeros(6))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Any:
+    """b12x's own CPU oracle, from the pinned wheel, installed beside the environment: vLLM must not find b12x here."""
+    target = ROOT / ".cache" / "b12x-1.5.1"
+    if not target.exists():
+        partial = target.with_suffix(".tmp")
+        command = ["install", "--quiet", "--no-deps", "--require-hashes", "--target", str(partial)]
+        lock = str(ROOT / "locks" / "b12x-oracle.txt")
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *command, "-r", lock], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"b12x 1.5.1 cannot be fetched: {done.stderr.strip()[-200:]}")
+        partial.rename(target)
+    sys.path.insert(0, str(target))
+    try:
+        yield importlib.import_module("b12x.comm.pcie.pcie_dcp_a2a").lse_reduce_scatter_reference
+    finally:
+        sys.path.remove(str(target))
+
+
+@pytest.mark.parametrize("base_e", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_merge_equals_b12xs_own_oracle(oracle: Any, world_size: int, base_e: bool) -> None:
+    outputs, lses = peer_oracle.partials(world_size, 6, 2 * world_size, 32, seed=world_size, base_e=base_e)
+    merged, _ = merge_partials(outputs, lses, base_e=base_e)
+    for rank in range(world_size):
+        expected = oracle(outputs, lses, rank, is_lse_base_on_e=base_e)
+        torch.testing.assert_close(merged[:, 2 * rank : 2 * rank + 2], expected, rtol=1e-5, atol=1e-6)
