@@ -27,11 +27,11 @@ class Limits:
     """Further limits, each for some of the requests."""
 
     @classmethod
-    def of(cls, first_s: float, second_s: float, rule: str) -> "Limits":
+    def of(cls, first_s: float, second_s: float, rule: str, rules: Sequence["Rule"] = ()) -> "Limits":
         """`first_s` stands for the source's 15 s, `second_s` for its 25 s."""
         if not 0 < first_s < second_s < math.inf:
             raise ValueError(f"limits must be positive and ascending, got {first_s:g},{second_s:g}")
-        return cls(dict(zip(SOURCE_LIMITS_S, (first_s, second_s), strict=True)), rule)
+        return cls(dict(zip(SOURCE_LIMITS_S, (first_s, second_s), strict=True)), rule, tuple(rules))
 
 
 _RULE = re.compile(

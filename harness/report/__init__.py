@@ -1,22 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recorded cells to summary.json, tables and plots; needs no server."""
+"""From recorded cells to summary.json, tables, plots and a page; needs no server."""
 
-from harness.report.plots import write_plots
+import math
+
+from harness.report.page import page
+from harness.report.pairs import paired_ttft
+from harness.report.plots import drawn_plots, valid_cells, write_plots
 from harness.report.summary import build_summary
-from harness.report.tables import cells_csv, markdown_report
+from harness.report.tables import cells_csv, markdown_report, paired_csv
 from harness.store import RunStore, write_bytes, write_json
 
 
 def write_report(store: RunStore) -> str:
     """Rebuild every output of a run from its records; returns the tables as Markdown text.
 
-    Writes summary.json, table.md, cells.csv and plots/*.png, *.svg. The same records give the same bytes.
+    Writes report.html, summary.json, table.md, cells.csv, paired.csv and plots/*.png, *.svg. The same records
+    give the same bytes.
     """
     cells = list(store.cells())
-    summary = build_summary(store.manifest, cells)
+    manifest = store.manifest
+    summary = build_summary(manifest, cells)
     table = markdown_report(summary)
+    valid = valid_cells(summary, cells)
+    pairs = (
+        (first, other, pair["offered_qps"], repeat, name, tokens, _finite(a), _finite(b))
+        for pair in summary["paired"]
+        for first, other in [pair["arms"]]
+        for (repeat, name), (tokens, a, b) in paired_ttft(first, other, pair["offered_qps"], valid).items()
+    )
     write_json(store.path / "summary.json", summary)
     write_bytes(store.path / "table.md", table.encode())
     write_bytes(store.path / "cells.csv", cells_csv(summary).encode())
+    write_bytes(store.path / "paired.csv", paired_csv(pairs).encode())
     write_plots(store.path / "plots", summary, cells)
+    write_bytes(
+        store.path / "report.html", page(summary, manifest, list(drawn_plots(summary, cells))).encode()
+    )
     return table
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else "failed"

@@ -73,7 +73,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "noise_floor": noise_floors(names, valid),
         "boundary_difference": boundary_section(names, cells, valid, limits),
         "parity": manifest.get("parity"),
-        "client_error": manifest.get("client_error"),
+        "client_calibration": manifest.get("client_calibration"),
         "notes": manifest["notes"],
     }
 
@@ -86,7 +86,9 @@ def evidence_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[Any,
         mine = sorted(
             (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
         )
-        found = engine_changes([cell.facts["engine"] for cell in mine])
+        found = engine_changes(
+            [{"identity": cell.facts.get("identity"), **(cell.facts["engine"] or {})} for cell in mine]
+        )
         changes |= {cell.key: change for cell, change in zip(mine, found, strict=True)}
     return {
         cell.key: Evidence(

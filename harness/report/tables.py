@@ -1,50 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a run, as Markdown and as CSV. Pure functions of summary.json."""
+"""The tables of a run, as Markdown, HTML and CSV. Pure functions of summary.json."""
 
 import csv
+import html
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from harness.report.verdict import findings
 
 LIMITS = ("15", "25")
 
 
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. `flagged` are the rows that do not count."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    flagged: frozenset[int] = frozenset()
+
+    def markdown(self) -> str:
+        """Columns also line up on a terminal."""
+        widths = [max(len(row[i]) for row in (self.head, *self.rows)) for i in range(len(self.head))]
+        lines = [self.head, ["-" * width for width in widths], *self.rows]
+        return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+    def html(self) -> str:
+        """In a frame that scrolls where the screen is narrow; the first column names the row."""
+        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in self.head)
+        body = []
+        for index, (first, *rest) in enumerate(self.rows):
+            cells = "".join(
+                f'<td data-label="{html.escape(name)}">{html.escape(cell)}</td>'
+                for name, cell in zip(self.head[1:], rest, strict=True)
+            )
+            flag = ' class="flagged"' if index in self.flagged else ""
+            body.append(f'<tr{flag}><th scope="row">{html.escape(first)}</th>{cells}</tr>')
+        return (
+            f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+            f"<tbody>{''.join(body)}</tbody></table></div>"
+        )
+
+
 def markdown_report(summary: Mapping[str, Any]) -> str:
-    """Headline, cells, engines and paired differences, with the definitions beside the numbers."""
-    limits = ", ".join(f"source {name} s applied as {summary['limits'][name]:.4g} s" for name in LIMITS)
-    sections = [
-        "# Result",
-        f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}. Limits on TTFT: {limits} "
-        f"({summary['limits_rule']}). TTFT counts from the time at which the request was due; a failed "
-        "request is a miss. " + _client_rule(summary["shared_cores"]),
-        _headline(summary),
-        _fixed_cohort_note(summary),
-        "## Cells",
-        cell_table(summary),
-        "## Engines",
-        engine_table(summary),
-    ]
+    """Verdict, headline, cells, engines and paired differences, with the definitions beside the numbers."""
+    sections = ["# Result", basis(summary)]
+    sections += ["\n".join(f"- {finding.text}" for finding in findings(summary))]
+    if not refused(summary):
+        sections += [headline_table(summary).markdown(), fixed_cohort_note(summary)]
+    sections += ["## Cells", cell_table(summary).markdown(), "## Engines", engine_table(summary).markdown()]
+    if summary["limit_rules"]:
+        sections += ["## Limits by rule", rule_table(summary).markdown()]
     if summary["paired"]:
-        sections += ["## Paired differences in TTFT", paired_table(summary)]
-    sections.append(_parity_note(summary["parity"]))
+        sections += ["## Paired differences in TTFT", paired_table(summary).markdown(), PAIRED_NOTE]
+    if summary["noise_floor"]:
+        sections += ["## Noise floor: launches of the same arm", noise_table(summary).markdown()]
+    sections += [_parity_note(summary["parity"]), client_note(summary)]
     sections += [f"Note: {note}" for note in summary["notes"]]
     return "\n\n".join(sections) + "\n"
 
 
-def _headline(summary: Mapping[str, Any]) -> str:
-    parity = summary["parity"]
-    if parity is None or parity["ok"]:
-        return headline_table(summary)
-    return f"**{parity['refusal']}**\n\nNothing below is a result of this pair: its arms do not compute the same."
+def basis(summary: Mapping[str, Any]) -> str:
+    """What every number below rests on."""
+    limits = ", ".join(f"source {name} s applied as {summary['limits'][name]:.4g} s" for name in LIMITS)
+    return (
+        f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}. Limits on TTFT: {limits} "
+        f"({summary['limits_rule']}). TTFT counts from the time at which the request was due; a failed "
+        "request is a miss. " + _client_rule(summary["shared_cores"])
+    )
 
 
-def headline_table(summary: Mapping[str, Any]) -> str:
+def client_note(summary: Mapping[str, Any]) -> str:
+    """The harness's own error bar."""
+    point = summary["client_calibration"]
+    if not point:
+        return "The client's own error was not measured in this run."
+    error = point["error_ms"]
+    return (
+        f"The client's own error, measured against a server of known delay just before: P50 {error['p50']:.2f} ms,"
+        f" P95 {error['p95']:.2f} ms, at most {error['max']:.2f} ms over {point['n']} requests of"
+        f" {point['body_bytes'] / 1e3:.0f} KB at {point['offered_qps']:g} QPS."
+    )
+
+
+def refused(summary: Mapping[str, Any]) -> bool:
+    """Whether the arms do not compute the same, so that there is no headline."""
+    return summary["parity"] is not None and not summary["parity"]["ok"]
+
+
+def headline_table(summary: Mapping[str, Any]) -> Table:
     """The source's own form: one line an arm."""
     applied = summary["limits"]
     head = ["arm", "topology", "fixed-cohort P50 TTFT"]
-    head += [f"highest passing QPS, {name} s (applied {applied[name]:.3g} s)" for name in LIMITS]
-    head += [f"first {name} s miss (applied {applied[name]:.3g} s)" for name in LIMITS]
+    same = applied == summary["limits_source"]
+    scaled = {name: "" if same else f" (applied {applied[name]:.3g} s)" for name in LIMITS}
+    head += [f"highest passing QPS, {name} s{scaled[name]}" for name in LIMITS]
+    head += [f"first {name} s miss{scaled[name]}" for name in LIMITS]
     head += ["KV tokens"]
+    unstable = any(arm["first_unstable_qps"] is not None for arm in summary["arms"])
     rows = [
         [
             arm["name"],
@@ -53,13 +108,14 @@ def headline_table(summary: Mapping[str, Any]) -> str:
             *(_rate(arm["highest_passing_qps"][name]) for name in LIMITS),
             *(_rate(arm["first_miss_qps"][name]) for name in LIMITS),
             "unknown" if arm["kv_tokens"] is None else f"{arm['kv_tokens']:,}",
+            *([_rate(arm["first_unstable_qps"])] if unstable else []),
         ]
         for arm in summary["arms"]
     ]
-    return _markdown(head, rows)
+    return Table(head + (["unstable from QPS"] if unstable else []), rows)
 
 
-def cell_table(summary: Mapping[str, Any]) -> str:
+def cell_table(summary: Mapping[str, Any]) -> Table:
     """One line a cell: load, TTFT, misses, and whether it counts."""
     head = ["arm", "QPS", "repeat", "n", "failed", "achieved QPS", "P50 s", "P90 s", "P99 s"]
     head += [f"miss {name} s" for name in LIMITS]
@@ -78,12 +134,30 @@ def cell_table(summary: Mapping[str, Any]) -> str:
             _number(cell["backlog_slope_rps"], "+.3f"),
             "yes" if cell["valid"] else "no: " + "; ".join(cell["invalid_reasons"]),
         ]
-        for arm, cell in _cells(summary)
+        for arm, cell in each_cell(summary)
     ]
-    return _markdown(head, rows)
+    return Table(head, rows, _flagged(summary))
 
 
-def engine_table(summary: Mapping[str, Any]) -> str:
+def interval_table(summary: Mapping[str, Any]) -> Table:
+    """95 % intervals of each cell: percentiles by order statistics, shares by Clopper and Pearson."""
+    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s"]
+    head += [f"miss {name} s" for name in LIMITS]
+    rows = [
+        [
+            arm["name"],
+            f"{cell['offered_qps']:g}",
+            str(cell["repeat"]),
+            *(_between(cell["ttft_interval_s"][name], ".3f") for name in ("p50", "p90")),
+            _number(cell["ttft_from_send_s"]["p50"], ".3f"),
+            *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),
+        ]
+        for arm, cell in each_cell(summary)
+    ]
+    return Table(head, rows, _flagged(summary))
+
+
+def engine_table(summary: Mapping[str, Any]) -> Table:
     """What bound each cell: KV usage, requests waiting, preemptions, prefix hits."""
     head = ["arm", "QPS", "repeat", "running max", "waiting max", "waiting for KV capacity, mean", "max"]
     head += ["KV usage max", "preemptions", "prefix hits"]
@@ -92,24 +166,65 @@ def engine_table(summary: Mapping[str, Any]) -> str:
     rows = [
         [arm["name"], f"{cell['offered_qps']:g}", str(cell["repeat"])]
         + [_number(cell["metrics"][name], ".3g") for name in columns + counters]
-        for arm, cell in _cells(summary)
+        for arm, cell in each_cell(summary)
     ]
-    return _markdown(head, rows)
+    return Table(head, rows, _flagged(summary))
 
 
-def paired_table(summary: Mapping[str, Any]) -> str:
+PAIRED_NOTE = (
+    "Medians over requests of the same request's TTFT in two arms, over all pairs of launches. Intervals: 95 %, "
+    "cohorts drawn in runs, launches as random effects. Resolved: the interval excludes 0 and the median is larger "
+    "than any between launches of one arm. McNemar: requests that missed the limit in one arm only, first arm / "
+    "other, and the exact two-sided p, which takes requests as independent."
+)
+
+
+def paired_table(summary: Mapping[str, Any]) -> Table:
     """Median difference of the same request's TTFT, the later arm minus the first."""
-    head = ["difference", "QPS", "pairs", "median TTFT difference s"]
+    head = ["difference", "QPS", "pairs", "median TTFT difference s", "95 % interval s", "noise floor s"]
+    head += ["resolved", *(f"misses {name} s in one arm only" for name in LIMITS)]
     rows = [
         [
             f"{pair['arms'][1]} - {pair['arms'][0]}",
             f"{pair['offered_qps']:g}",
             str(pair["n"]),
             _number(pair["ttft_delta_p50_s"], "+.4f"),
+            _between(pair["interval_s"], "+.4f") if pair["interval_s"] else f"none: {pair['no_interval']}",
+            _number(pair["noise_floor_s"], ".4f") if pair["noise_floor_s"] is not None else "one launch",
+            "yes" if pair["resolved"] else "not resolved",
+            *(_mcnemar(pair["mcnemar"][name]) for name in LIMITS),
         ]
         for pair in summary["paired"]
     ]
-    return _markdown(head, rows)
+    return Table(head, rows)
+
+
+def noise_table(summary: Mapping[str, Any]) -> Table:
+    """Median paired difference between launches of one arm."""
+    rows = [
+        [
+            floor["arm"],
+            f"{floor['offered_qps']:g}",
+            ", ".join(f"{1e3 * value:+.1f}" for value in floor["differences_s"]),
+        ]
+        for floor in summary["noise_floor"]
+    ]
+    return Table(["arm", "QPS", "later launch minus earlier, ms"], rows)
+
+
+def rule_table(summary: Mapping[str, Any]) -> Table:
+    """Highest passing and first failing rate of each further limit."""
+    rows = [
+        [
+            text,
+            arm["name"],
+            _rate(arm["rules"][name]["highest_passing_qps"]),
+            _rate(arm["rules"][name]["first_miss_qps"]),
+        ]
+        for name, text in summary["limit_rules"].items()
+        for arm in summary["arms"]
+    ]
+    return Table(["limit", "arm", "highest passing QPS", "first failing QPS"], rows)
 
 
 def cells_csv(summary: Mapping[str, Any]) -> str:
@@ -133,7 +248,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
         + [f"miss_{name}" for name in LIMITS]
         + ["slip_p99_ms", "loop_lag_p99_ms", "backlog_slope_rps", *metrics, "valid", "invalid_reasons"]
     )
-    for arm, cell in _cells(summary):
+    for arm, cell in each_cell(summary):
         writer.writerow(
             [
                 arm["name"],
@@ -149,6 +264,17 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             + [cell["metrics"][name] for name in metrics]
             + [str(cell["valid"]).lower(), "; ".join(cell["invalid_reasons"])]
         )
+    return out.getvalue()
+
+
+def paired_csv(pairs: Iterable[Sequence[Any]]) -> str:
+    """One line for each request of each comparison; see `paired_rows`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["first", "other", "offered_qps", "repeat", "id", "prompt_tokens", "ttft_first_s", "ttft_other_s"]
+    )
+    writer.writerows(pairs)
     return out.getvalue()
 
 
@@ -168,10 +294,14 @@ def percentile_text(cell: Mapping[str, Any], percent: int) -> str:
     value: float | None = cell["ttft_s"][f"p{percent}"]
     if value is not None:
         return f"{value:.3f}"
+    if cell.get("unstable"):
+        return "unstable"
+    if (bound := cell.get("ttft_at_least_s", {}).get(f"p{percent}")) is not None:
+        return f">= {bound:.3f}"
     return "n too small" if percent > 50 and cell["n"] * (100 - percent) < 200 else "failures"
 
 
-def _cells(summary: Mapping[str, Any]) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def each_cell(summary: Mapping[str, Any]) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     return ((arm, cell) for arm in summary["arms"] for cell in arm["cells"])
 
 
@@ -181,7 +311,7 @@ def _client_rule(shared_cores: bool) -> str:
     return f"The client {where}: its slip and loop lag P99 must stay under {bound} of the median TTFT."
 
 
-def _fixed_cohort_note(summary: Mapping[str, Any]) -> str:
+def fixed_cohort_note(summary: Mapping[str, Any]) -> str:
     if not summary["arms"]:
         return "No arm was measured."
     cohort = summary["arms"][0]["fixed_cohort"]
@@ -200,11 +330,19 @@ def _parity_note(parity: Mapping[str, Any] | None) -> str:
     return f"Parity: {verdict}, {parity['compared']} compared, {len(parity['diverged'])} diverged."
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns also line up on a terminal."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+def _flagged(summary: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset(index for index, (_, cell) in enumerate(each_cell(summary)) if not cell["valid"])
+
+
+def _between(interval: Mapping[str, float | None] | None, form: str) -> str:
+    if interval is None:
+        return "n too small"
+    low, high = interval["low"], interval["high"]
+    return f"{'-inf' if low is None else format(low, form)} to {'failures' if high is None else format(high, form)}"
+
+
+def _mcnemar(test: Mapping[str, Any]) -> str:
+    return f"{test['only_first']} / {test['only_other']}, p {test['p']:.2g}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -62,10 +62,12 @@ def test_records_come_back_whole(tmp_path: Path) -> None:
 def test_a_rebuilt_report_is_the_same_to_the_byte(tmp_path: Path) -> None:
     store = store_of(tmp_path / "run", PAIR)
     write_report(store)
-    outputs = [store.path / name for name in ("summary.json", "table.md", "cells.csv")]
+    outputs = [
+        store.path / name for name in ("summary.json", "table.md", "cells.csv", "paired.csv", "report.html")
+    ]
     outputs += [
         store.path / "plots" / f"{name}.{kind}"
-        for name in ("ttft", "miss", "paired", "engine")
+        for name in ("ttft", "miss", "paired", "distribution", "engine")
         for kind in ("png", "svg")
     ]
     first = {path: path.read_bytes() for path in outputs}

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result in words: a pure function of summary.json. Nothing here says more than the numbers bear."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EQUAL_BYTES = 0.01
+
+STATES = {"sure": "measured", "open": "open", "bad": "attention"}
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`state`: "sure" (resolved, or a plain fact), "open" (not resolved, or too little was measured) or
+    "bad" (something is wrong with the measurement)."""
+
+    title: str
+    text: str
+    state: str
+
+
+def findings(summary: Summary) -> list[Finding]:
+    """What a reader should take away, in the order of importance."""
+    parity = summary["parity"]
+    if parity is not None and not parity["ok"]:
+        refusal = parity.get("refusal") or "the arms' answers differ"
+        text = f"**{refusal}** Nothing below is a result of this pair: its arms do not compute the same."
+        return [Finding("No comparison", text, "bad")]
+    if not summary["arms"]:
+        return [Finding("Trust", "No arm was measured.", "bad")]
+    first, *others = (arm["name"] for arm in summary["arms"])
+    speed = [_speed(summary, first, other) for other in others]
+    return [*speed, _rates(summary), *_capacity(summary), _trust(summary)]
+
+
+def _speed(summary: Summary, first: str, other: str) -> Finding:
+    pair = reference_pair(summary, first, other)
+    if pair is None:
+        text = f"No offered rate has valid cells of both {first} and {other}: they are not compared."
+        return Finding("Speed", text, "bad")
+    at = f"At {pair['offered_qps']:g} QPS"
+    median, interval = pair["ttft_delta_p50_s"], pair["interval_s"]
+    if median is None:
+        return Finding("Speed", f"{at} so many requests failed that the median difference is none.", "bad")
+    text = f"{at} the first token of {other} comes {_later(median)} than that of {first} at the median"
+    if interval is None:
+        text += f" of {pair['n']} paired requests. No interval ({pair['no_interval']})."
+        return Finding("Speed", f"{text} Not resolved.", "open")
+    scope = "" if pair["knows_launches"] else " for these two launches alone"
+    text += (
+        f" (95 % interval{scope} {_signed(interval['low'])} to {_signed(interval['high'])},"
+        f" {pair['cohorts']} cohorts, {_launch_count(pair['launches'])})."
+    )
+    if pair["resolved"]:
+        return Finding("Speed", text, "sure")
+    return Finding("Speed", f"{text} Not resolved: {_why_open(pair)}.", "open")
+
+
+def reference_pair(summary: Summary, first: str, other: str) -> Mapping[str, Any] | None:
+    """The comparison that the headline tells: at the highest rate that both arms pass at the wider limit, or
+    else at the lowest at which both have valid cells."""
+    pairs = [pair for pair in summary["paired"] if pair["arms"] == [first, other]]
+    wider = max(summary["limits"], key=lambda name: float(summary["limits"][name]))
+    highest = {arm["name"]: arm["highest_passing_qps"][wider] for arm in summary["arms"]}
+    passed = [
+        pair
+        for pair in pairs
+        if all((rate := highest[arm]) is not None and pair["offered_qps"] <= rate for arm in pair["arms"])
+    ]
+    return passed[-1] if passed else pairs[0] if pairs else None
+
+
+def _why_open(pair: Mapping[str, Any]) -> str:
+    if not pair["knows_launches"]:
+        return "with one launch an arm nobody knows how much launches differ"
+    low, high = pair["interval_s"]["low"], pair["interval_s"]["high"]
+    if low <= 0 <= high:
+        return "the interval holds zero"
+    return f"launches of the same arm differ by up to {pair['noise_floor_s'] * 1e3:.1f} ms"
+
+
+def _rates(summary: Summary) -> Finding:
+    sentences = []
+    for name, applied in summary["limits"].items():
+        passing = [(arm["name"], arm["highest_passing_qps"][name]) for arm in summary["arms"]]
+        rates = {rate for _, rate in passing}
+        limit = f"At the {name} s limit"
+        if applied != summary["limits_source"][name]:
+            limit += f" (applied {applied:.3g} s)"
+        if len(rates) == 1 and len(passing) > 1:
+            who = "both arms pass" if len(passing) == 2 else "all arms pass"
+            sentences.append(f"{limit} {who} {_qps(*rates)}")
+        else:
+            sentences.append(f"{limit} " + ", ".join(f"{arm} passes {_qps(rate)}" for arm, rate in passing))
+        sentences[-1] += _boundary(summary, name) + "."
+    unstable = [
+        f"{arm['name']} from {arm['first_unstable_qps']:g} QPS"
+        for arm in summary["arms"]
+        if arm["first_unstable_qps"] is not None
+    ]
+    if unstable:
+        sentences.append(f"Unstable (the backlog grows): {', '.join(unstable)}.")
+    repeats = {cell["repeat"] for arm in summary["arms"] for cell in arm["cells"]}
+    if len(repeats) < 3 and len(summary["arms"]) > 1:
+        sentences.append(
+            f"{_count(len(repeats), 'repeat')}: how far chance moves these rates is not known (3 repeats needed)."
+        )
+    return Finding("Load", " ".join(sentences), "sure" if len(repeats) >= 3 else "open")
+
+
+def _boundary(summary: Summary, limit: str) -> str:
+    found = [
+        f"{part['arms'][1]} - {part['arms'][0]} {_end(part['interval_qps']['low'])} to"
+        f" {_end(part['interval_qps']['high'])} QPS"
+        for part in summary["boundary_difference"]
+        if part["limit"] == limit and part["interval_qps"]
+    ]
+    return f" (95 % interval of the difference: {'; '.join(found)})" if found else ""
+
+
+def _capacity(summary: Summary) -> Iterator[Finding]:
+    first, *others = summary["arms"]
+    for other in others:
+        if None in (first["kv_tokens"], other["kv_tokens"], first["kv_bytes"], other["kv_bytes"]):
+            continue
+        equal = abs(other["kv_bytes"] / first["kv_bytes"] - 1) <= EQUAL_BYTES
+        at = "equal bytes" if equal else f"{other['kv_bytes'] / first['kv_bytes']:.2f}x its bytes"
+        yield Finding(
+            "Capacity",
+            f"{other['name']} holds {other['kv_tokens'] / first['kv_tokens']:.2g}x the KV tokens of"
+            f" {first['name']} at {at} ({other['kv_tokens']:,} against {first['kv_tokens']:,}).",
+            "sure" if equal else "open",
+        )
+
+
+def _trust(summary: Summary) -> Finding:
+    cells = [(arm["name"], cell) for arm in summary["arms"] for cell in arm["cells"]]
+    bad = [(f"{arm} at {cell['offered_qps']:g} QPS", cell) for arm, cell in cells if not cell["valid"]]
+    parity = summary["parity"]
+    text = "No cell was measured." if not cells else f"All {len(cells)} cells count."
+    if bad:
+        where = ", ".join(dict.fromkeys(name for name, _ in bad))
+        text = f"{len(bad)} of {len(cells)} cells do not count ({where}; reasons below)."
+    text += (
+        " Whether the arms compute the same was not checked."
+        if parity is None
+        else f" Parity passed: {parity['compared']} positions compared, {len(parity['diverged'])} diverged."
+    )
+    if summary["scale"] != 1:
+        text += f" Prompts are scaled by {summary['scale']:g}: these are not the times of the full workload."
+    flawed = not cells or any(not cell["unstable"] for _, cell in bad)
+    return Finding("Trust", text, "bad" if flawed else "open" if parity is None else "sure")
+
+
+def _later(seconds: float) -> str:
+    if seconds == 0:
+        return "neither sooner nor later"
+    return f"{_magnitude(abs(seconds))} {'later' if seconds > 0 else 'sooner'}"
+
+
+def _magnitude(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{_magnitude(abs(seconds))}"
+
+
+def _qps(rate: float | None) -> str:
+    return "no tested rate" if rate is None else f"{rate:g} QPS"
+
+
+def _end(rate: float | None) -> str:
+    return "unbounded" if rate is None else f"{rate:+.3g}"
+
+
+def _launch_count(launches: Sequence[int]) -> str:
+    first, other = launches
+    return (
+        f"{_count(first, 'launch', 'launches')} an arm" if first == other else f"{first} and {other} launches"
+    )
+
+
+def _count(n: int, one: str, many: str | None = None) -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page, its words, and the plots on it, from recorded cells."""
+
+import csv
+import io
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from builders import cell_run, manifest, record, small_trace
+
+from harness.load import CellRun
+from harness.report import build_summary, write_report
+from harness.report.tables import markdown_report
+from harness.report.verdict import findings
+from harness.sla import Rule
+from harness.store import CellKey, RunStore, new_arm
+
+TRACE = small_trace(requests=72, cohort_size=6, max_tokens=40)
+
+
+def run_of(seed: int, shift_s: float, launch_s: float = 0.0, grow_s: float = 0.0) -> CellRun:
+    """72 requests a second apart; TTFT of 0.3 s + shifts + noise; `grow_s` later with each request."""
+    noise = np.random.default_rng(seed).normal(0, 0.01, len(TRACE.requests))
+    records = [
+        record(
+            index, 0.3 + shift_s + launch_s + float(noise[index]) + grow_s * index,
+            id=request.id, cohort=request.cohort, prompt_tokens=request.prompt_tokens,
+            server_prompt_tokens=request.prompt_tokens,
+        )
+        for index, request in enumerate(TRACE.requests)
+    ]  # fmt: skip
+    return replace(cell_run([0.1]), records=records)
+
+
+def written(folder: Path, cells: dict[CellKey, CellRun], launches: bool = True, **changes: Any) -> RunStore:
+    sizes = (("tp8", 1000, 1), ("dcp8", 7500, 8))
+    arms = [
+        new_arm(
+            name,
+            "http://h:1",
+            kv_tokens=tokens,
+            kv_bytes=1 << 30,
+            topology={"tp": 8, "dcp": dcp, "ep": 1, "nodes": 1},
+        )
+        for name, tokens, dcp in sizes
+    ]
+    described = {**manifest(TRACE), "arms": arms, **changes}
+    store = RunStore.create(folder / "run", described, TRACE)
+    for key, run in cells.items():
+        engine = {"launch": f"{key.arm}-{key.repeat}"} if launches else None
+        store.write_cell(key, run, trace_sha256=TRACE.sha256, cache_salt="s", engine=engine)
+    return store
+
+
+def pair(shift_s: float, spread_s: float, repeats: int = 4) -> dict[CellKey, CellRun]:
+    luck = np.random.default_rng(9).normal(0, spread_s, (2, repeats))
+    return {
+        CellKey(arm, 1.0, repeat): run_of(10 * side + repeat, side * shift_s, float(luck[side, repeat]))
+        for side, arm in enumerate(("tp8", "dcp8"))
+        for repeat in range(repeats)
+    }
+
+
+def text_of(store: RunStore) -> str:
+    write_report(store)
+    return (store.path / "report.html").read_text()
+
+
+def said(store: RunStore) -> dict[str, tuple[str, str]]:
+    summary = build_summary(store.manifest, list(store.cells()))
+    return {finding.title: (finding.state, finding.text) for finding in findings(summary)}
+
+
+def test_a_clear_difference_is_told_with_its_interval(tmp_path: Path) -> None:
+    found = said(written(tmp_path, pair(0.05, 0.001)))
+    state, text = found["Speed"]
+    assert state == "sure" and "the first token of dcp8 comes 50" in text and "ms later" in text
+    assert "95 % interval +4" in text and "48 cohorts, 4 launches an arm" in text
+    assert found["Capacity"] == (
+        "sure",
+        "dcp8 holds 7.5x the KV tokens of tp8 at equal bytes (7,500 against 1,000).",
+    )
+
+
+def test_a_difference_that_launches_explain_is_not_resolved(tmp_path: Path) -> None:
+    state, text = said(written(tmp_path, pair(0.02, 0.05)))["Speed"]
+    assert state == "open" and "Not resolved: the interval holds zero" in text
+
+
+def test_one_launch_an_arm_never_resolves(tmp_path: Path) -> None:
+    state, text = said(written(tmp_path, pair(0.05, 0.0), launches=False))["Speed"]
+    assert state == "open" and "for these two launches alone" in text and "one launch an arm" in text
+
+
+def test_too_few_cohorts_give_no_interval(tmp_path: Path) -> None:
+    state, text = said(written(tmp_path, pair(0.05, 0.0, repeats=2)))["Speed"]
+    assert state == "open" and "24 cohorts over all repeats, an interval needs 30" in text
+
+
+def test_rates_need_three_repeats(tmp_path: Path) -> None:
+    assert "3 repeats needed" in said(written(tmp_path / "a", pair(0.0, 0.0, repeats=2)))["Load"][1]
+    text = said(written(tmp_path / "b", pair(0.0, 0.0)))["Load"][1]
+    assert "both arms pass 1 QPS" in text and "unbounded to unbounded" in text
+
+
+def test_unstable_cells_are_shown_and_explained(tmp_path: Path) -> None:
+    """Served one in two seconds while one arrives each second."""
+    cells = pair(0.0, 0.001) | {CellKey("tp8", 2.0, 0): run_of(3, 0.0, grow_s=1.0)}
+    store = written(tmp_path, cells)
+    page = text_of(store)
+    assert "Cells that do not count" in page and "unstable: the backlog grows by" in page
+    assert said(store)["Trust"][1].startswith("1 of 9 cells do not count (tp8 at 2 QPS; reasons below).")
+    assert "tp8 from 2 QPS" in said(store)["Load"][1]
+    assert "| unstable | unstable " in (store.path / "table.md").read_text()
+
+
+def test_a_failed_parity_leaves_no_headline(tmp_path: Path) -> None:
+    parity = {"ok": False, "compared": 3, "diverged": [], "refusal": "parity refused: prompt p0 <b>"}
+    store = written(tmp_path, pair(0.05, 0.001), parity=parity)
+    page = text_of(store)
+    assert "<h2>Result</h2>" not in page and "highest passing QPS" not in page
+    assert "<strong>parity refused: prompt p0 &lt;b&gt;</strong>" in page
+    assert list(said(store)) == ["No comparison"]
+
+
+def test_limits_by_rule(tmp_path: Path) -> None:
+    rules = [vars(Rule.parse("short=0.34@p90:0-20")), vars(Rule.parse("long=0.1:21-99"))]
+    limits = manifest(TRACE)["limits"] | {"rules": rules}
+    store = written(tmp_path, pair(0.05, 0.001), limits=limits)
+    table = markdown_report(build_summary(store.manifest, list(store.cells())))
+    assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | tp8  | 1 " in table
+    assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | dcp8 | none " in table
+    assert "long: every request of 21 to 99 prompt tokens within 0.1 s " in table
+
+
+class Checker(HTMLParser):
+    """Every tag closed in order, ids unique, nothing loaded from elsewhere."""
+
+    VOID = frozenset(("meta", "br", "link", "img"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.loaded += [
+            value or "" for name, value in attrs if name in ("src", "href") or name.endswith(":href")
+        ]
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+
+def test_the_page_is_whole_and_alone(tmp_path: Path) -> None:
+    page = text_of(written(tmp_path, pair(0.05, 0.001)))
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert all(link.startswith("#") for link in checker.loaded)
+    assert "@import" not in page and "url(http" not in page
+    assert len(page) < 1_000_000
+
+
+def test_every_mark_tells_its_value(tmp_path: Path) -> None:
+    page = text_of(written(tmp_path, pair(0.05, 0.001)))
+    start = page.index("<svg")
+    svg = ElementTree.fromstring(page[start : page.index("</svg>", start) + len("</svg>")])
+    tips = [node.attrib["data-tip"] for node in svg.iter() if node.get("class") == "tip"]
+    assert len(tips) == 2 * 2 * 4  # arms, P50 and P90, repeats
+    assert any(tip.startswith("dcp8 P50 at 1 QPS, repeat 3: 0.3") and "n 72" in tip for tip in tips)
+
+
+def test_names_from_a_run_cannot_break_the_page(tmp_path: Path) -> None:
+    page = text_of(written(tmp_path, pair(0.0, 0.0), notes=["</main><script>alert(1)</script>"]))
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
+def test_pairs_for_a_spreadsheet(tmp_path: Path) -> None:
+    write_report(store := written(tmp_path, pair(0.05, 0.001)))
+    rows = list(csv.DictReader(io.StringIO((store.path / "paired.csv").read_text())))
+    assert len(rows) == 4 * 72
+    deltas = [float(row["ttft_other_s"]) - float(row["ttft_first_s"]) for row in rows]
+    assert np.median(deltas) == pytest.approx(0.05, abs=0.01)
