@@ -132,7 +132,7 @@ def backlog_growth(records: Sequence[RequestRecord]) -> Growth | None:
     return Growth(len(steps), mean, z)
 
 
-ENGINE_IDENTITY = ("identity", "digest", "image", "argv", "flags", "packages")
+ENGINE_IDENTITY = ("digest", "image", "argv", "flags", "packages")
 
 
 def engine_changes(engines: Sequence[Mapping[str, Any] | None]) -> list[str | None]:

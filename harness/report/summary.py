@@ -86,9 +86,7 @@ def evidence_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[Any,
         mine = sorted(
             (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
         )
-        found = engine_changes(
-            [{"identity": cell.facts.get("identity"), **(cell.facts["engine"] or {})} for cell in mine]
-        )
+        found = engine_changes([cell.facts["engine"] for cell in mine])
         changes |= {cell.key: change for cell, change in zip(mine, found, strict=True)}
     return {
         cell.key: Evidence(
