@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from builders import manifest, small_trace
+from builders import manifest, small_trace, spec
 from fake_server import FakeServer, Script
 
 from harness.client import RequestRecord
 from harness.errors import UserError
-from harness.load import Target
+from harness.load import Target, run_cell
 from harness.report.summary import build_summary
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, measure
@@ -170,8 +170,10 @@ async def test_an_engine_with_other_flags_is_not_the_same_arm(tmp_path: Path) ->
     async with FakeServer() as server:
         target = Target("a", server.url, "fake")
         for rate, flags in ((RATE, ["--x", "1"]), (2 * RATE, ["--x", "2"])):
+            run = await run_cell(target, TRACE, spec(rate))
             engine = {"argv": ["serve", "--port", str(rate), *flags], "log": f"{rate}"}
-            await measure(store, [target], TRACE, Plan((rate,)), engines={"a": engine})
+            key = CellKey("a", rate, 0)
+            store.write_cell(key, run, trace_sha256=TRACE.sha256, cache_salt="s", engine=engine)
     cells = build_summary(store.manifest, list(store.cells()))["arms"][0]["cells"]
     assert [cell["invalid_reasons"] for cell in cells] == [
         [],
