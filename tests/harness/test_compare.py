@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+from builders import cell_run, manifest, small_trace
+
+from harness.cli import main
+from harness.store import CellKey, RunStore
+from harness.trace import Trace
+
+TRACE = small_trace()
+
+
+def run(path: Path, shift_s: float, trace: Trace = TRACE, **changes: object) -> str:
+    store = RunStore.create(path, manifest(trace, **changes), trace)  # type: ignore[arg-type]
+    for arm, own_s in (("tp2", 0.0), ("dcp2", 0.2)):
+        cell = cell_run([0.5 + shift_s + own_s] * 6)
+        store.write_cell(CellKey(arm, 1.0, 0), cell, trace_sha256=trace.sha256, cache_salt="s")
+    return str(path)
+
+
+def test_runs_of_the_same_trace_are_put_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = manifest(TRACE)["limits"] | {"applied": {"15": 5.0, "25": 6.0}}
+    before, after = run(tmp_path / "before", 0.0), run(tmp_path / "after", 0.3, limits=limits)
+    assert main(["compare", before, after, "--arm", "tp2", "--out", str(tmp_path / "out" / "page.html")]) == 0
+    printed = capsys.readouterr().out
+    assert "after:tp2 - before:tp2 | 1   | 6     | +0.3000" in printed
+    assert "source 15 s applied as 1 s" in printed and "here those of before hold for both" in printed
+    assert "dcp2" not in printed
+    assert "after:tp2" in (tmp_path / "out" / "page.html").read_text()
+    assert not (tmp_path / "before" / "summary.json").exists()
+
+
+def test_all_arms_stand_against_the_first_runs_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.3)]) == 0
+    printed = capsys.readouterr().out
+    for line in ("a:dcp2 - a:tp2", "b:tp2 - a:tp2", "b:dcp2 - a:tp2"):
+        assert line in printed
+
+
+def test_different_traces_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = small_trace(seed=8)
+    assert main(["compare", run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.0, other)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        TRACE.sha256[:12] in error and other.sha256[:12] in error and "measure both with one trace" in error
+    )
+
+
+def test_an_unknown_arm_or_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "a", 0.0)
+    assert main(["compare", folder, folder, "--arm", "tp9"]) == 2
+    assert "has no arm tp9; it has tp2, dcp2" in capsys.readouterr().err
+    assert main(["compare", folder, str(tmp_path / "none")]) == 2
+
+
+def test_a_run_beside_itself_keeps_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "a", 0.0)
+    assert main(["compare", folder, folder, "--arm", "tp2"]) == 0
+    assert "a-2:tp2 - a-1:tp2 | 1   | 6     | +0.0000" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["arms"][0]["name"] == "tp2"
