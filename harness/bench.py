@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
+
 from harness.arms import Arm
 from harness.errors import UserError
 from harness.options import parse_limits, parse_rates
@@ -113,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures and reports; whatever ends the measurement, what was kept is reported first."""
     pair = PairRun(options_from(arguments), sys.stderr)
     try:
-        asyncio.run(_until_done_or_interrupted(pair))
+        uvloop.run(_until_done_or_interrupted(pair))
     except asyncio.CancelledError:
         raise UserError(f"interrupted; {_kept(pair.store)}") from None
     finally:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from harness.alarm import Alarm
@@ -76,13 +77,18 @@ class CellRun:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a cell is: requests sent, still running, done (failures included), failed, in the trace."""
+    """How far a cell is: requests sent, still running, done (failures included), failed, in the trace.
+
+    `ttft_p50_s` is that of the requests answered so far; `schedule_left_s` the time until the last one is due.
+    """
 
     sent: int
     running: int
     done: int
     failed: int
     total: int
+    ttft_p50_s: float | None = None
+    schedule_left_s: float = 0.0
 
 
 async def run_cell(
@@ -151,7 +157,7 @@ async def run_cell(
         stops = [asyncio.create_task(event.wait()) for event in (stop, refused)]
         watchers = [asyncio.create_task(_sample_lag(time.monotonic, lag))]
         if progress:
-            watchers.append(asyncio.create_task(_report_progress(progress, sends, len(due))))
+            watchers.append(asyncio.create_task(_report_progress(progress, sends, due, clock)))
         try:
             await asyncio.wait([dispatching, *stops], return_when=asyncio.FIRST_COMPLETED)
             aborted = refused.is_set() or not dispatching.done()
@@ -166,7 +172,7 @@ async def run_cell(
         for i, request in enumerate(trace.requests)
     ]
     if progress:
-        progress(_progress(sends, len(due)))
+        progress(_progress(sends, due, clock()))
     return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start)
 
 
@@ -204,17 +210,28 @@ async def _sample_lag(clock: Callable[[], float], lag: list[float]) -> None:
 
 
 async def _report_progress(
-    progress: Callable[[Progress], None], sends: Sequence[asyncio.Task[RequestRecord]], total: int
+    progress: Callable[[Progress], None],
+    sends: Sequence[asyncio.Task[RequestRecord]],
+    due: Sequence[float],
+    clock: Callable[[], float],
 ) -> None:
     while True:
-        progress(_progress(sends, total))
+        progress(_progress(sends, due, clock()))
         await asyncio.sleep(1.0)
 
 
-def _progress(sends: Sequence[asyncio.Task[RequestRecord]], total: int) -> Progress:
+def _progress(sends: Sequence[asyncio.Task[RequestRecord]], due: Sequence[float], now: float) -> Progress:
     ended = [task.result() for task in sends if _returned(task)]
-    failed = sum(record.status != OK for record in ended)
-    return Progress(len(sends), len(sends) - len(ended), len(ended), failed, total)
+    answered = [r.first_token_s - r.due_s for r in ended if r.status == OK and r.first_token_s is not None]
+    return Progress(
+        sent=len(sends),
+        running=len(sends) - len(ended),
+        done=len(ended),
+        failed=sum(record.status != OK for record in ended),
+        total=len(due),
+        ttft_p50_s=median(answered) if answered else None,
+        schedule_left_s=max(0.0, due[-1] - now),
+    )
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import math
 import re
+import ssl
 import time
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -98,9 +99,10 @@ class Scraper:
     A server without metrics gives no samples; an answer that fails or is late leaves a gap.
     """
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, tls: ssl.SSLContext | None = None) -> None:
         self.samples: list[Sample] = []
         self._url = f"{base_url}/metrics"
+        self._tls = tls or True  # True: the system's authorities
 
     async def __aenter__(self) -> "Scraper":
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S))
@@ -124,6 +126,6 @@ class Scraper:
 
     async def _scrape(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(self._url) as response:
+            async with self._session.get(self._url, ssl=self._tls) as response:
                 if response.status == 200:
                     self.samples.append(sample_of(await response.text(), time.time()))

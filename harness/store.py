@@ -10,6 +10,7 @@
 A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rate, "g")`.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -113,6 +114,21 @@ class RunStore:
         return store
 
     @classmethod
+    def resume(cls, path: Path, manifest: Mapping[str, Any], trace: Trace) -> "RunStore":
+        """Go on with a run of the same trace, or start it where it never came to its manifest."""
+        if (path / "manifest.json").is_file():
+            store = cls.open(path)
+            if store.trace().sha256 != trace.sha256:
+                raise UserError(f"{path} was measured with another trace; choose another --out")
+            return store
+        if path.is_dir() and not any((path / "cells").glob("*.json")):
+            for leftover in ("trace.jsonl.gz", "manifest.json.tmp"):
+                (path / leftover).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (path / "cells").rmdir()
+        return cls.create(path, manifest, trace)
+
+    @classmethod
     def open(cls, path: Path) -> "RunStore":
         """An existing run."""
         if not (path / "manifest.json").is_file():
@@ -144,8 +160,12 @@ class RunStore:
         trace_sha256: str,
         cache_salt: str,
         engine: Mapping[str, Any] | None = None,
+        launch: int = 0,
+        prefix_cache_reset: bool = False,
+        identity: str | None = None,
     ) -> None:
         """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
+        (self._cells / f"{key}.json").unlink(missing_ok=True)  # of an aborted cell that is measured again
         rows = {field.name: [getattr(r, field.name) for r in run.records] for field in fields(RequestRecord)}
         _write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
         if samples:
@@ -166,6 +186,9 @@ class RunStore:
                 "real_time": run.real_time,
             },
             "engine": engine,
+            "launch": launch,
+            "identity": identity,
+            "prefix_cache_reset": prefix_cache_reset,
             "metrics": summarise_samples(samples),
         }
         write_json(self._cells / f"{key}.json", facts)
@@ -180,9 +203,15 @@ class RunStore:
                 raise UserError(
                     f"{path} was measured with trace {found_sha256}, not {sha256}; remove the cell"
                 )
-            records = [RequestRecord(**row) for row in _read_parquet(self._cells / f"{key}.parquet")]
-            metrics = self._cells / f"{key}.metrics.parquet"
-            yield Cell(key, facts, records, _read_parquet(metrics) if metrics.exists() else [])
+            yield self._read_cell(key, facts)
+
+    def cell(self, key: CellKey) -> Cell:
+        return self._read_cell(key, _read_json(self._cells / f"{key}.json"))
+
+    def _read_cell(self, key: CellKey, facts: dict[str, Any]) -> Cell:
+        records = [RequestRecord(**row) for row in _read_parquet(self._cells / f"{key}.parquet")]
+        metrics = self._cells / f"{key}.metrics.parquet"
+        return Cell(key, facts, records, _read_parquet(metrics) if metrics.exists() else [])
 
 
 def check_arm_name(name: str) -> str:
@@ -212,7 +241,12 @@ def new_manifest(
         "harness_version": __version__,
         "trace": {"path": trace_path, "sha256": trace.sha256, "header": trace.header},
         "scale": trace.scale,
-        "limits": {"source": SOURCE_LIMITS_S, "applied": limits.applied, "rule": limits.rule},
+        "limits": {
+            "source": SOURCE_LIMITS_S,
+            "applied": limits.applied,
+            "rule": limits.rule,
+            "rules": [asdict(rule) for rule in limits.rules],
+        },
         "arms": [dict(arm) for arm in arms],
         "rates": list(rates),
         "repeats": repeats,

@@ -1,55 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of a run, one after the other: every rate, repeat and arm, each kept as soon as it ends."""
+"""The cells of a run, one after the other, each kept as soon as it ends; course.py says which comes next."""
 
 import asyncio
 import functools
+import hashlib
+import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import aiohttp
 import numpy as np
 
+from harness import __version__
+from harness.connection import tls_context
+from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
 from harness.load import CellSpec, Progress, Target, refusal, run_cell
 from harness.scrape import Scraper
-from harness.store import CellKey, RunStore
+from harness.sla import misses
+from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
+from harness.validity import ENGINE_IDENTITY, Evidence, invalid_reasons, ttft_s, unstable
+
+__all__ = ["Plan", "Position", "cell_order", "measure"]
 
 WARM_UP_TOKENS = 8  # completion tokens of the warm-up request
 WARM_UP_SEED = 20_261_129
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Offered rates in requests a second, ascending; time limits in seconds as in `CellSpec`."""
-
-    rates: tuple[float, ...]
-    repeats: int = 1
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 120.0
+FIRST_TAIL_S = 10.0  # guess of a cell's time beyond its schedule, before one was measured
+RESET_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Position:
-    """The cell that runs, and its place (from 1) among those of this sweep."""
+    """The cell that runs, its place (from 1) among those known of, and how long those after it will take."""
 
     key: CellKey
     index: int
     total: int
+    left_s: float = 0.0
 
 
 OnProgress = Callable[[Position, Progress], None]
-
-
-def cell_order(plan: Plan, arms: Sequence[str]) -> list[CellKey]:
-    """Rates upward; arms in order, and backward at every other cell, so that drift favours none of them."""
-    return [
-        CellKey(arm, rate, repeat)
-        for index, rate in enumerate(plan.rates)
-        for repeat in range(plan.repeats)
-        for arm in (reversed(arms) if (index + repeat) % 2 else arms)
-    ]
 
 
 async def measure(
@@ -59,21 +54,37 @@ async def measure(
     plan: Plan,
     *,
     engines: Mapping[str, Mapping[str, Any]] | None = None,
+    launch: int = 0,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> bool:
-    """Measure every cell of `plan` on all `targets`; False when `stop` ended it early.
+    """Measure what is left of `plan` on all `targets`; False when `stop` or the budget ended it early.
 
     Each arm gets one warm-up request before its first cell. A cell that `stop` cut short is kept, marked
-    aborted. `engines` holds what to record about each arm's engine with its cells, by the arm's name. Raises
-    UserError when a server refuses a cell's first requests; that cell is kept too.
+    aborted, and measured again by the next call. `engines` holds what to record about each arm's engine with
+    its cells, by the arm's name. Raises UserError when a server refuses a cell's first requests (that cell is
+    kept too), and when the store holds cells of another engine, trace or harness.
     """
     stop = stop or asyncio.Event()
+    began_s = time.monotonic()
+    arms = [target.name for target in targets]
     by_name = {target.name: target for target in targets}
-    order = cell_order(plan, list(by_name))
+    facts = {arm: dict((engines or {}).get(arm) or {}) for arm in arms}
+    judge = _judge_of(store.manifest, trace)
+    outcomes: dict[CellKey, Outcome] = {}
+    for cell in store.cells():
+        if cell.key.arm in by_name and not cell.facts["aborted"]:
+            _require_same(cell, facts[cell.key.arm], trace)
+            outcomes[cell.key] = judge(cell)
     warm: set[str] = set()
-    for index, key in enumerate(order, start=1):
+    tails_s: list[float] = []
+    while keys := remaining(plan, arms, outcomes):
+        key = keys[0]
         target = by_name[key.arm]
+        tail_s = median(tails_s) if tails_s else FIRST_TAIL_S
+        cell_s = trace.span / key.offered_qps + tail_s
+        if plan.budget_s is not None and time.monotonic() - began_s + cell_s > plan.budget_s:
+            return False
         if key.arm not in warm:
             await _warm_up(target, trace, plan, stop)
             warm.add(key.arm)
@@ -82,10 +93,20 @@ async def measure(
 
         # A salt of its own: a cell finds no prefix that another one, or an older run, left in the cache.
         salt = f"{key}-{secrets.token_hex(8)}"
-        spec = CellSpec(key.offered_qps, key.repeat, salt, plan.drain_timeout_s, plan.request_timeout_s)
-        position = Position(key, index, len(order))
+        spec = CellSpec(
+            key.offered_qps,
+            key.repeat,
+            salt,
+            plan.drain_timeout_s,
+            plan.request_timeout_s,
+            plan.first_token_timeout_s,
+            plan.connect_timeout_s,
+        )
+        left_s = sum(trace.span / later.offered_qps + tail_s for later in keys[1:])
+        position = Position(key, len(outcomes) + 1, len(outcomes) + len(keys), left_s)
         report = functools.partial(on_progress, position) if on_progress else None
-        async with Scraper(target.base_url) as scraper:
+        was_reset = await reset_prefix_cache(target)
+        async with Scraper(target.base_url, tls_context(target.ca_file)) as scraper:
             run = await run_cell(target, trace, spec, progress=report, stop=stop)
         store.write_cell(
             key,
@@ -93,24 +114,92 @@ async def measure(
             scraper.samples,
             trace_sha256=trace.sha256,
             cache_salt=salt,
-            engine=(engines or {}).get(key.arm),
+            engine=facts[key.arm] or None,
+            launch=launch,
+            prefix_cache_reset=was_reset,
+            identity=identity(facts[key.arm], trace.sha256),
         )
         if stop.is_set():
             return False
         if cause := refusal(run.records):
             raise UserError(_refused(target, cause))
+        outcomes[key] = judge(store.cell(key))
+        ends_s = [record.done_s for record in run.records if record.done_s is not None]
+        tails_s.append(max(ends_s, default=0.0) - trace.span / key.offered_qps + 1.0)
     return True
+
+
+def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:
+    """Names what a cell was measured with; cells that differ in it are never mixed in one run.
+
+    Of the engine's facts those that make it another engine: its digest, flags and packages; with the trace and
+    the harness's version.
+    """
+    kept = {name: engine[name] for name in ENGINE_IDENTITY if name in engine}
+    text = json.dumps([kept, trace_sha256, __version__], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _require_same(cell: Cell, engine: Mapping[str, Any], trace: Trace) -> None:
+    if cell.facts.get("identity") != identity(engine, trace.sha256):
+        raise UserError(
+            f"cell {cell.key} was measured with another engine, other flags or another version of the harness"
+            f" (now {__version__}); cells are never mixed: choose a new --out"
+        )
+
+
+def _judge_of(manifest: Mapping[str, Any], trace: Trace) -> Callable[[Cell], Outcome]:
+    limits: Mapping[str, float] = manifest["limits"]["applied"]
+
+    def judge(cell: Cell) -> Outcome:
+        lag_ms = cell.facts["loop_lag_ms"]["p99"]
+        reasons = invalid_reasons(
+            Evidence(
+                records=cell.records,
+                loop_lag_p99_s=None if lag_ms is None else lag_ms / 1e3,
+                metrics=cell.facts["metrics"],
+                aborted=cell.facts["aborted"],
+                shared_cores=manifest["shared_cores"],
+                no_preemption=bool(manifest.get("no_preemption")),
+                shares_prefixes=trace.shares_prefixes,
+            )
+        )
+        ttft = [ttft_s(record) for record in cell.records]
+        missed = {name: misses(ttft, limit_s) for name, limit_s in limits.items()}
+        return Outcome(unstable(reasons), not reasons, missed)
+
+    return judge
+
+
+async def reset_prefix_cache(target: Target) -> bool:
+    """Empties the server's prefix cache where it lets us (VLLM_SERVER_DEV_MODE=1); says whether it did."""
+    timeout = aiohttp.ClientTimeout(total=RESET_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.post(
+                f"{target.base_url}/reset_prefix_cache", ssl=tls_context(target.ca_file)
+            ) as response,
+        ):
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 async def _warm_up(target: Target, trace: Trace, plan: Plan, stop: asyncio.Event) -> None:
     """One request of the trace's longest length but other tokens: no timed request is an engine's first."""
-    longest = max(trace.requests, key=lambda request: len(request.prompt))
-    vocab_size = max(max(request.prompt) for request in trace.requests) + 1
-    tokens = np.random.default_rng(WARM_UP_SEED).integers(
-        min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size, size=len(longest.prompt)
-    )
+    longest = max(trace.requests, key=lambda request: request.prompt_tokens)
+    vocab_size = max((max(request.prompt) for request in trace.requests if request.prompt), default=0) + 1
+    if longest.prompt:
+        tokens = np.random.default_rng(WARM_UP_SEED).integers(
+            min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size, size=len(longest.prompt)
+        )
+        prompt, text = tuple(tokens.tolist()), None
+    else:
+        prompt, text = (), "warm up " * (longest.prompt_tokens // 2)
     output_tokens = min(WARM_UP_TOKENS, longest.output_tokens)
-    request = Request("warm-up", 0, "default", 0.0, output_tokens, tuple(tokens.tolist()))
+    request = Request("warm-up", 0, "default", 0.0, output_tokens, prompt, text)
     alone = Trace(header={}, scale=trace.scale, sha256="", requests=(request,))
     spec = CellSpec(1.0, 0, f"warm-up-{secrets.token_hex(8)}", plan.request_timeout_s, plan.request_timeout_s)
     run = await run_cell(target, alone, spec, stop=stop)

@@ -2,13 +2,20 @@
 """A server that is already running: known by its URL, owned by someone else."""
 
 import asyncio
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
-from harness.client import one_line
+from harness.client import Target, one_line
+from harness.connection import tls_context
 from harness.errors import UserError
+from harness.scrape import parse_metrics
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -27,14 +34,14 @@ def normalise_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-async def ask_model(base_url: str, api_key: str | None) -> str:
+async def ask_model(base_url: str, api_key: str | None, ca_file: Path | None = None) -> str:
     """The one model that the server offers on /v1/models."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{base_url}/v1/models"
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session,
-            session.get(url, headers=headers) as response,
+            session.get(url, headers=headers, ssl=tls_context(ca_file)) as response,
         ):
             body = await response.read()
             status = response.status
@@ -51,6 +58,44 @@ async def ask_model(base_url: str, api_key: str | None) -> str:
     if len(models) != 1:
         raise UserError(f"{base_url} offers {', '.join(models) or 'no model'}; choose one with --model")
     return models[0]
+
+
+async def describe_server(target: Target) -> dict[str, Any]:
+    """What a server tells about itself, and a digest of it: another answer later means another engine.
+
+    Its version, its model's entry in the list without times, and the flags of its cache as vLLM exports them.
+    """
+    version = await _ask(target, "/version")
+    models = await _ask(target, "/v1/models")
+    metrics = await _ask(target, "/metrics")
+    card: dict[str, Any] = {}
+    if models:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            listed = next(model for model in orjson.loads(models)["data"] if model["id"] == target.model)
+            card = {name: listed[name] for name in ("id", "root", "max_model_len") if name in listed}
+    cache = [series.labels for series in parse_metrics(metrics, frozenset({"vllm:cache_config_info"}))]
+    found = {
+        "model": target.model,
+        "version": one_line(version) or None,
+        "card": card,
+        "flags": cache,
+        "extensions": target.extensions,
+    }
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return {**found, "digest": f"sha256:{digest}"}
+
+
+async def _ask(target: Target, path: str) -> str:
+    """The text at a path; empty where the server does not answer 200."""
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session,
+            session.get(target.base_url + path, headers=headers, ssl=tls_context(target.ca_file)) as response,
+        ):
+            return await response.text() if response.status == 200 else ""
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return ""
 
 
 async def check_reachable(base_url: str) -> None:

@@ -42,7 +42,7 @@ def error_line(code: int, err: str) -> str:
     """The one line that a user reads; anything else fails the test."""
     assert code == 2
     assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if not line.startswith("cell ")]
+    lines = [line for line in err.splitlines() if not line.startswith(("cell ", "plan: "))]
     assert len(lines) == 1, err
     assert lines[0].startswith("error: ")
     return lines[0]
@@ -107,7 +107,17 @@ async def test_ctrl_c_in_the_middle_of_a_cell_finishes_the_report(tmp_path: Path
 
     async with FakeServer(answer) as server:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "harness", "run", "--trace", str(trace_file), "--rates", "20,40"),
+            *(
+                sys.executable,
+                "-m",
+                "harness",
+                "run",
+                "--skip-calibration",
+                "--trace",
+                str(trace_file),
+                "--rates",
+                "20,40",
+            ),
             *("--out", str(out), "--arm", f"a={server.url}"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -116,7 +126,8 @@ async def test_ctrl_c_in_the_middle_of_a_cell_finishes_the_report(tmp_path: Path
         process.send_signal(signal.SIGINT)
         stdout, stderr = await process.communicate()
     assert (
-        error_line(process.returncode or 0, stderr.decode()) == f"error: interrupted; 2 cells kept in {out}"
+        error_line(process.returncode or 0, stderr.decode())
+        == f"error: interrupted; 2 cells kept in {out}; go on with --resume"
     )
     assert "# Result" in stdout.decode()
     complete, cut = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
@@ -133,7 +144,16 @@ async def test_a_server_that_refuses(tmp_path: Path, trace_file: Path) -> None:
         lambda index, _: Script(status=400, body="too long") if index > 6 else Script()
     ) as server:
         code, text, err = await harness(
-            "run", "--trace", trace_file, "--rates", "20,40", "--out", out, "--arm", f"a={server.url}"
+            "run",
+            "--skip-calibration",
+            "--trace",
+            trace_file,
+            "--rates",
+            "20,40",
+            "--out",
+            out,
+            "--arm",
+            f"a={server.url}",
         )
     assert "HTTP 400: too long" in error_line(code, err)
     assert "# Result" in text
@@ -179,7 +199,7 @@ async def test_mistakes_are_told_in_one_line(
                 for kv in options.items()
                 for w in kv
             ]
-            code = await asyncio.to_thread(main, ["run", *words])
+            code = await asyncio.to_thread(main, ["run", "--skip-calibration", *words])
     assert expected in error_line(code, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
@@ -208,6 +228,7 @@ async def test_two_models_must_be_chosen_from(
     async with FakeServer(models=("base", "adapter")) as server:
         words = [
             "run",
+            "--skip-calibration",
             "--trace",
             trace_file,
             "--rates",

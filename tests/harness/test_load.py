@@ -121,7 +121,9 @@ async def test_progress_ends_with_everything_done() -> None:
     seen: list[Progress] = []
     async with FakeServer(lambda index, _: Script(status=500) if index == 0 else Script()) as server:
         await run_cell(target(server), small_trace(), spec(), progress=seen.append)
-    assert seen[-1] == Progress(sent=6, running=0, done=6, failed=1, total=6)
+    last = seen[-1]
+    assert last == Progress(6, 0, 6, 1, 6, last.ttft_p50_s, 0.0)
+    assert last.ttft_p50_s is not None and last.ttft_p50_s > 0
     assert all(a.sent <= b.sent for a, b in pairwise(seen))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fake_server import FakeServer, Script
 from harness.client import Target
 from harness.errors import UserError
 from harness.load import Progress
-from harness.progress import ProgressLine
+from harness.progress import JsonEvents, ProgressLine
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, cell_order, measure
 
@@ -93,10 +94,10 @@ def test_progress_line() -> None:
         with ProgressLine(stream) as show:
             show(position, Progress(12, 4, 8, 0, 24))
             show(position, Progress(13, 4, 9, 1, 24))  # within five seconds: only a terminal shows it
-    line = "cell 3/8 tp2 @ 0.9 QPS  sent 12 running 4 done 8/24"
+    line = "cell 3/8 tp2 @ 0.9 QPS  sent 12 running 4 done 8/24  0:00 left"
     assert plain.getvalue() == line + "\n"
     assert terminal.getvalue().startswith(f"\r\x1b[K{line}\r\x1b[K")
-    assert terminal.getvalue().endswith("done 9/24  failed 1\n")
+    assert terminal.getvalue().endswith("done 9/24  failed 1  0:00 left\n")
 
 
 async def test_two_runs_share_no_salt(tmp_path: Path) -> None:
@@ -107,3 +108,61 @@ async def test_two_runs_share_no_salt(tmp_path: Path) -> None:
             await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)))
     salts = [body["cache_salt"] for body in server.bodies]
     assert len(set(salts)) == 4  # warm-up and cell, twice
+
+
+async def test_a_sweep_goes_on_and_never_mixes_engines(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    engine = {"a": {"digest": "sha256:1", "flags": ["--tp", "2"], "log": "one.log"}}
+    async with FakeServer() as server:
+        target = Target("a", server.url, "fake")
+        await measure(store, [target], TRACE, Plan((50.0,)), engines=engine)
+        first = store.cell(CellKey("a", 50.0, 0)).facts
+        again = {"a": {**engine["a"], "log": "two.log"}}  # where the log lies makes it no other engine
+        await measure(store, [target], TRACE, Plan((50.0, 100.0)), engines=again)
+        assert store.cell(CellKey("a", 50.0, 0)).facts == first
+        assert [str(cell.key) for cell in store.cells()] == ["a_q50_r0", "a_q100_r0"]
+        for changed in ({"digest": "sha256:2"}, {"flags": ["--tp", "4"]}):
+            with pytest.raises(UserError, match="cells are never mixed"):
+                await measure(
+                    store,
+                    [target],
+                    TRACE,
+                    Plan((200.0,)),
+                    engines={"a": {**engine["a"], **changed}},
+                )
+
+
+async def test_an_aborted_cell_is_measured_again(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    stop = asyncio.Event()
+
+    def hang(index: int, _body: object) -> Script:
+        if index == 2:
+            stop.set()
+        return Script()
+
+    async with FakeServer(hang) as server:
+        target = Target("a", server.url, "fake")
+        assert not await measure(store, [target], TRACE, Plan((5.0,)), stop=stop)
+        assert store.cell(CellKey("a", 5.0, 0)).facts["aborted"]
+        assert await measure(store, [target], TRACE, Plan((5.0,)))
+    assert not store.cell(CellKey("a", 5.0, 0)).facts["aborted"]
+
+
+async def test_a_budget_starts_no_cell_that_would_not_end(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer() as server:
+        plan = Plan((50.0, 0.001), budget_s=60.0)
+        assert not await measure(store, [Target("a", server.url, "fake")], TRACE, plan)
+    assert [str(cell.key) for cell in store.cells()] == ["a_q50_r0"]
+
+
+def test_events_for_programs() -> None:
+    stream = io.StringIO()
+    with JsonEvents(stream) as show:
+        show(Position(CellKey("tp2", 0.9, 0), 3, 8), Progress(12, 4, 8, 0, 24, 0.5, 3.0))
+        show(Position(CellKey("tp2", 0.9, 0), 3, 8), Progress(24, 0, 24, 0, 24, 0.5, 0.0))
+        show.tell("done", cells=8)
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["progress", "cell", "done"]
+    assert (events[0]["arm"], events[0]["sent"], events[0]["ttft_p50_s"]) == ("tp2", 12, 0.5)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m harness run`: measure OpenAI-compatible servers that are already running."""
+
+import argparse
+import asyncio
+import math
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from harness import calibrate
+from harness.client import Timeouts
+from harness.course import Plan, planned_rates, walk_seconds
+from harness.engines.endpoint import ask_model, check_reachable, describe_server
+from harness.errors import UserError
+from harness.load import Target
+from harness.options import parse_arm, parse_limits, parse_rates
+from harness.progress import JsonEvents, ProgressLine
+from harness.report import write_report
+from harness.sla import Limits, Rule
+from harness.store import RunStore, new_arm, new_manifest
+from harness.sweep import FIRST_TAIL_S, measure
+from harness.trace import Trace, load_trace
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures what is asked and reports it, whatever ends the measurement."""
+    arms = [parse_arm(text) for text in arguments.arm]
+    names = [name for name, _ in arms]
+    if len(set(names)) < len(names):
+        raise UserError(f"two arms share a name ({', '.join(names)}); give each its own")
+    rule = "the source's own" if arguments.sla == "15,25" else "given with --sla"
+    first_s, second_s = parse_limits(arguments.sla)
+    rules = tuple(Rule.parse(text) for text in arguments.limit)
+    limits = Limits(Limits.of(first_s, second_s, rule).applied, rule, rules)
+    trace = load_trace(arguments.trace)
+    plan = _plan(arguments)
+    api_key = _read_key(arguments.api_key_file)
+    if arguments.ca_file and not arguments.ca_file.is_file():
+        raise UserError(f"--ca-file {arguments.ca_file} is not a file; give a PEM file of authorities")
+    try:
+        targets = uvloop.run(_targets(arms, arguments, api_key))
+        engines = uvloop.run(_engines(targets))
+        manifest = new_manifest(
+            trace=trace,
+            trace_path=str(arguments.trace),
+            arms=[new_arm(t.name, t.base_url, engine=engines[t.name]) for t in targets],
+            rates=plan.rates,
+            repeats=plan.repeats,
+            limits=limits,
+            fixed_cohort=_fixed_cohort(trace, arguments.fixed_cohort),
+            shared_cores=arguments.shared_cores,
+        )
+        manifest["no_preemption"] = arguments.no_preemption
+        open_store = RunStore.resume if arguments.resume else RunStore.create
+        store = open_store(arguments.out, manifest, trace)
+        try:
+            complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
+        finally:
+            report = write_report(store)
+            if not arguments.json:
+                print(report, end="")
+    except asyncio.CancelledError:
+        raise UserError("interrupted before the first cell; nothing was measured") from None
+    kept = sum(1 for _ in store.cells())
+    if not complete and plan.budget_s is None:
+        raise UserError(f"interrupted; {kept} cells kept in {store.path}; go on with --resume")
+    if arguments.json:
+        JsonEvents(sys.stdout).tell("done", dir=str(store.path), cells=kept, complete=complete)
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    return Plan(
+        rates=parse_rates(arguments.rates),
+        repeats=arguments.repeats,
+        request_timeout_s=arguments.timeout,
+        drain_timeout_s=arguments.drain_timeout,
+        first_token_timeout_s=arguments.first_token_timeout,
+        connect_timeout_s=arguments.connect_timeout,
+        grid_qps=arguments.bisect,
+        budget_s=None if arguments.budget is None else 60 * arguments.budget,
+    )
+
+
+def plan_text(plan: Plan, arms: int, span: float) -> str:
+    """What a sweep will do and how long its walk takes, in one line."""
+    fitting = planned_rates(plan, arms, span, FIRST_TAIL_S)
+    walk_s = walk_seconds(plan, arms, span, FIRST_TAIL_S)
+    words = (
+        f"plan: {arms * plan.repeats * len(plan.rates)} cells, about {walk_s / 60:.1f} min"
+        f" (each the trace's span at its rate and {FIRST_TAIL_S:g} s)"
+    )
+    if plan.grid_qps:
+        words += f", then boundaries bisected down to {plan.grid_qps:g} QPS"
+    if plan.budget_s is not None:
+        words += f"; budget {plan.budget_s / 60:g} min"
+        left_out = [f"{rate:g}" for rate in plan.rates if rate not in fitting]
+        words += f", which {', '.join(left_out)} QPS may not fit into" if left_out else ""
+    return words
+
+
+async def _targets(
+    arms: Sequence[tuple[str, str]], arguments: argparse.Namespace, api_key: str | None
+) -> list[Target]:
+    targets = []
+    for name, url in arms:
+        if arguments.model is None:
+            model = await ask_model(url, api_key, arguments.ca_file)
+        else:
+            await check_reachable(url)
+            model = arguments.model
+        targets.append(Target(name, url, model, not arguments.plain_openai, api_key, arguments.ca_file))
+    return targets
+
+
+async def _engines(targets: Sequence[Target]) -> dict[str, dict[str, Any]]:
+    return {target.name: await describe_server(target) for target in targets}
+
+
+async def _measure(
+    store: RunStore,
+    targets: Sequence[Target],
+    engines: dict[str, dict[str, Any]],
+    trace: Trace,
+    plan: Plan,
+    arguments: argparse.Namespace,
+) -> bool:
+    """Measure until done or until the first SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    print(plan_text(plan, len(targets), trace.span), file=sys.stderr)
+    if not arguments.skip_calibration:
+        manifest = store.manifest
+        manifest["client_calibration"] = await calibrate.brief(trace)
+        store.write_manifest(manifest)
+        print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
+    with JsonEvents(sys.stdout) if arguments.json else ProgressLine(sys.stderr) as progress:
+        return await measure(store, targets, trace, plan, engines=engines, on_progress=progress, stop=stop)
+
+
+def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the API key in {path}: {error}") from error
+
+
+def _fixed_cohort(trace: Trace, named: int | None) -> int:
+    cohorts = trace.cohorts
+    if named is None:
+        return cohorts[len(cohorts) // 2]
+    if named not in cohorts:
+        raise UserError(f"the trace has no cohort {named}; choose one of {cohorts[0]} to {cohorts[-1]}")
+    return named
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("run", help="measure OpenAI-compatible servers that are already running")
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="from `trace make`")
+    parser.add_argument(
+        "--rates", required=True, metavar="Q,Q", help="offered rates, requests a second, like 0.5,1"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the results")
+    parser.add_argument(
+        "--arm",
+        action="append",
+        required=True,
+        metavar="NAME=URL",
+        help="a server, http[s]://HOST:PORT[/v1]; repeat for each arm; the others are compared with the first",
+    )
+    parser.add_argument(
+        "--model", metavar="M", help="model name (default: the one on each server's /v1/models)"
+    )
+    _add_course(parser)
+    _add_time_limits(parser)
+    parser.add_argument("--sla", default="15,25", metavar="A,B", help="limits on TTFT, s (default 15,25)")
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="a further limit, NAME=SECONDS[@pPERCENT][:MIN-MAX tokens][/CLASS]; repeat for more",
+    )
+    parser.add_argument(
+        "--fixed-cohort", type=int, metavar="NAME", help="cohort of the headline (default: the middle one)"
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="send the file's content as the bearer token"
+    )
+    parser.add_argument(
+        "--ca-file", type=Path, metavar="FILE", help="PEM authorities for https, in place of the system's"
+    )
+    parser.add_argument(
+        "--shared-cores",
+        action="store_true",
+        help="client and engine share few CPU cores: a cell counts with the client up to max(50 ms, 5%% of the "
+        "median TTFT) late, not only max(10 ms, 1%%)",
+    )
+    parser.add_argument("--no-preemption", action="store_true", help="a cell with preemptions does not count")
+    parser.add_argument(
+        "--plain-openai",
+        action="store_true",
+        help="leave out min_tokens, ignore_eos and cache_salt, for servers that reject them",
+    )
+    parser.add_argument("--skip-calibration", action="store_true", help="no error bar of the client's own")
+    parser.add_argument("--json", action="store_true", help="events as JSON lines on stdout, no report there")
+    parser.set_defaults(run=run)
+
+
+def _add_course(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repeats", type=_count, default=1, metavar="N", help="cells a rate and arm (default 1)"
+    )
+    parser.add_argument(
+        "--bisect",
+        type=_positive,
+        metavar="STEP",
+        help="after the walk, close in on each limit's boundary down to this step in QPS, like 0.025",
+    )
+    parser.add_argument(
+        "--budget",
+        type=_positive,
+        metavar="MIN",
+        help="start no cell that would not end within so many minutes",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out; measured cells are kept, never mixed",
+    )
+
+
+def _add_time_limits(parser: argparse.ArgumentParser) -> None:
+    for option, default, what in (
+        ("--timeout", Timeouts.total_s, "a request fails S s after it was due"),
+        ("--first-token-timeout", Timeouts.first_token_s, "it fails without a token S s after it was due"),
+        ("--connect-timeout", Timeouts.connect_s, "an attempt to connect fails after S s"),
+        (
+            "--drain-timeout",
+            Plan.drain_timeout_s,
+            "wait S s after the last request; a cell with requests left is unstable",
+        ),
+    ):
+        parser.add_argument(
+            option, type=_positive, default=default, metavar="S", help=f"{what} (default {default:g})"
+        )
