@@ -10,6 +10,7 @@ ARG BASE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d
 # This project's own wheel.
 FROM ${BASE} AS wheel
 WORKDIR /src
+ARG PIP_NO_INDEX=
 COPY locks/build.txt locks/
 RUN --mount=type=secret,id=ca --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,source=wheels,target=/wheels \
@@ -25,6 +26,7 @@ RUN /build/bin/python -m pip wheel --no-cache-dir --no-deps --no-index --no-buil
 # A target's locked wheels, then ours.
 FROM ${BASE} AS install
 ARG TARGET
+ARG PIP_NO_INDEX=
 COPY locks/${TARGET}.txt /locks/
 RUN --mount=type=secret,id=ca --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,source=wheels,target=/wheels \

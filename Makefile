@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 # Named by the lock's content: a changed lock makes a new environment.
 READY := $(VENV)/.ready-$(shell cat locks/cpu.txt pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: bench test lint types setup lock clean
+.PHONY: bench test lint types setup lock lock-images image wheels clean
 
 # One engine after the other, a frozen trace, a report: results/<time>/. RATES= SCALE= OUT= and ARGS= give control.
 bench: $(READY)
@@ -39,6 +39,36 @@ $(READY):
 # Resolve locks/cpu.in anew.
 lock: $(READY)
 	$(PY) locks/resolve.py locks/cpu.in locks/cpu.txt
+
+# Images. TARGET= serve | serve-sm120 | serve-cpu | bench. BASE= replaces the pinned base; CA= and PIP_CONF= are files that
+# the build sees as secrets; OFFLINE=1 installs from wheels/ alone. DOCKER=/usr/bin/docker if another client lacks buildx.
+DOCKER ?= docker
+TARGET ?= serve
+IMAGE ?= kimi-k3-serve:$(TARGET)
+KIMI := $(PYTHON) -m kimi_k3_serve
+
+image:
+	@test -z "$$(git status --porcelain)" || { echo "error: the tree has uncommitted changes; commit them, then make image" >&2; exit 2; }
+	DOCKER_BUILDKIT=1 $(DOCKER) build --target $(TARGET) --tag $(IMAGE) \
+		--build-arg TARGET=$(TARGET) --build-arg BASE="$(or $(BASE),$$($(KIMI) lock base))" \
+		--build-arg LOCK_SHA256="$$($(KIMI) lock sum --target $(TARGET))" \
+		--build-arg REVISION="$$(git rev-parse HEAD)" --build-arg VERSION="$$($(KIMI) version)" \
+		$(if $(CA),--secret id=ca$(comma)src=$(CA)) $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) \
+		$(if $(OFFLINE),--build-arg PIP_NO_INDEX=1) .
+	DOCKER=$(DOCKER) $(KIMI) lock verify --image $(IMAGE)
+
+comma := ,
+
+# What `make image OFFLINE=1` installs, from the package index that pip is set up for on this machine.
+wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+		$(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) -r locks/build.txt --dest wheels
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+		$(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) -r locks/$(TARGET).txt --dest wheels
+
+# Resolve the images' locks anew; needs uv (pip install uv). UV_FIND_LINKS= where torch's CPU build is, if not on the index.
+lock-images:
+	$(PY) locks/resolve_images.py
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

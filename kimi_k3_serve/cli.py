@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from kimi_k3_serve import image_lock, launch, models
+from kimi_k3_serve import __version__, fit, image_lock, launch, models
 from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.profile import load
+from kimi_k3_serve.topology import Topology
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -34,7 +36,13 @@ def add_server(commands: Commands) -> None:
         command.set_defaults(run=run)
         command.add_argument("--profile", default="cpu", help=f"hardware: {', '.join(launch.profiles())}")
         command.add_argument("--topology", required=True, help="tpN, dcpN or tpN-dcpM, for example tp2, dcp2")
-        command.add_argument("--model", required=True, help="checkpoint folder, or its name on the hub")
+        command.add_argument(
+            "--model", default="moonshotai/Kimi-K3", help="checkpoint folder, or name on the hub"
+        )
+        command.add_argument(
+            "--node", type=int, default=0, help="of a profile with several nodes: which is this"
+        )
+        command.add_argument("--head", help="address of node 0, where a profile has several")
         command.add_argument(
             "--host", default="127.0.0.1", help="address to listen on (default: loopback only)"
         )
@@ -42,14 +50,16 @@ def add_server(commands: Commands) -> None:
         command.add_argument(
             "--kv-cache-memory-bytes",
             type=int,
-            default=64 << 20,
-            help="KV cache of one rank (default: 64 MiB)",
+            help="KV cache of one rank (default: 64 MiB on the CPU, what is free on GPUs)",
         )
         command.add_argument(
             "--proof-dir", type=Path, help="folder for each rank's proof of its active features"
         )
         command.add_argument("--backend", choices=("dcp", "stock"), default="dcp", help="CPU MLA backend")
         command.add_argument("--api-key-file", type=Path, help="clients must send the key in this file")
+        command.add_argument(
+            "--shutdown-timeout", type=int, default=0, help="seconds that running requests get at SIGTERM (0)"
+        )
         command.add_argument("extra", nargs="*", help="further vLLM arguments, after --")
 
     command = commands.add_parser(
@@ -101,6 +111,10 @@ def add_lock(commands: Commands) -> None:
     total = actions.add_parser("sum", help="digest over a target's lock files, the image's label")
     total.set_defaults(run=lambda args: print(image_lock.lock_sum(args.target)))
     total.add_argument("--target", required=True, choices=image_lock.TARGETS)
+    base = actions.add_parser("base", help="the image that every target is built on, by digest")
+    base.set_defaults(run=lambda _: print(image_lock.base_image()))
+    command = commands.add_parser("version", help="of this package")
+    command.set_defaults(run=lambda _: print(__version__))
 
     command = commands.add_parser("sbom", help="used while an image is built: its SBOM and SHA256SUMS")
     command.set_defaults(run=sbom)
@@ -109,17 +123,20 @@ def add_lock(commands: Commands) -> None:
     command.add_argument("--out", type=Path, required=True)
 
 
-def planned(args: argparse.Namespace) -> launch.Launch:
+def planned(args: argparse.Namespace, model: Path | str) -> launch.Launch:
+    drain = ["--shutdown-timeout", str(args.shutdown_timeout)] if args.shutdown_timeout else []
     return launch.plan(
         profile=args.profile,
         topology=args.topology,
-        model=models.locate(args.model),
+        model=model,
         host=args.host,
         port=args.port,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         proof_dir=args.proof_dir,
         backend=args.backend,
-        extra=args.extra,
+        node=args.node,
+        head=args.head,
+        extra=[*drain, *args.extra],
     )
 
 
@@ -128,7 +145,7 @@ def serve(args: argparse.Namespace) -> None:
 
     if args.proof_dir is not None:
         args.proof_dir.mkdir(parents=True, exist_ok=True)
-    launched = planned(args)
+    launched = planned(args, models.locate(args.model))
     environment = {**os.environ, **launched.environment}
     # Neither an argument nor an image's variable: both would show in process lists and `docker inspect`.
     if key := read_key(args.api_key_file):
@@ -137,7 +154,15 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def explain(args: argparse.Namespace) -> None:
-    launched = planned(args)
+    model = Path(args.model) if models.is_path(args.model) else args.model
+    launched = planned(args, model)
+    profile = load(args.profile)
+    print(f"# {profile.name}: {profile.description}; grade: {profile.grade}")
+    if profile.machine:
+        needed, room = fit.weights_gb(profile, Topology.parse(args.topology)), fit.room_gb(profile)
+        print(
+            f"# weights {needed:.1f} GB of {room:.1f} GB a GPU; {room - needed:.1f} GB are left for the KV cache"
+        )
     for name, value in launched.environment.items():
         print(f"{name}={shlex.quote(value)}")
     if args.api_key_file:

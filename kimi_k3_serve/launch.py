@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Topology x hardware profile -> the server's command line and environment."""
 
+import json
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from kimi_k3_serve import fit
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.plugin import SWITCH
+from kimi_k3_serve.profile import Profile, load, names
 from kimi_k3_serve.proof import PROOF_DIR
 from kimi_k3_serve.topology import Topology
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
+
+profiles = names
 
 
 @dataclass(frozen=True)
@@ -25,61 +29,110 @@ class Launch:
     environment: Mapping[str, str]
 
 
-def profiles() -> list[str]:
-    """Names of the hardware profiles that come with the package."""
-    folder = files("kimi_k3_serve").joinpath("profiles")
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
-
-
 def plan(
     *,
     profile: str,
     topology: str,
-    model: Path,
+    model: Path | str,
     host: str,
     port: int,
-    kv_cache_memory_bytes: int,
+    kv_cache_memory_bytes: int | None = None,
     proof_dir: Path | None = None,
     backend: str = "dcp",
+    node: int = 0,
+    head: str | None = None,
     extra: Sequence[str] = (),
 ) -> Launch:
     """Put together what starts the server. Pure but for reading the profile and the model's folder.
 
     Args:
-        kv_cache_memory_bytes: KV cache of one rank; arms are compared at equal bytes.
+        model: a checkpoint's folder, or a name on the hub that need not be here to explain a launch.
+        kv_cache_memory_bytes: KV cache of one rank; arms are compared at equal bytes. None: the profile's own,
+            or what is left of the GPUs' memory.
         proof_dir: where every worker writes its proof.
         backend: "dcp" (this project's) or "stock" (vLLM's own CPU MLA; tensor parallelism only).
+        node: this node's number in a profile with several, 0 for the head, which answers requests.
+        head: address of node 0, needed with several nodes.
         extra: further vLLM arguments, taken last.
 
     Raises:
         UserError: unknown profile or topology, missing model, too few cores, an impossible combination.
     """
-    if profile not in profiles():
-        raise UserError(f"profile {profile!r} is not known; choose one of {', '.join(profiles())}")
-    if not (model / "config.json").is_file():
+    chosen = load(profile)
+    if isinstance(model, Path) and not (model / "config.json").is_file():
         raise UserError(f"{model} holds no config.json; give a checkpoint's folder with --model")
     shape = Topology.parse(topology)
     if backend == "stock" and shape.dcp > 1:
         raise UserError(
             "vLLM's own CPU backends cannot shard the context; use --backend dcp or a tpN topology"
         )
-
-    settings = tomllib.loads(files("kimi_k3_serve").joinpath("profiles", f"{profile}.toml").read_text())
-    environment = {**settings["environment"], SWITCH: backend}
-    if settings["one_core_a_rank"]:
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < shape.tp:
-            raise UserError(
-                f"{topology} needs {shape.tp} cores, one a rank, and this machine has {len(cores)}"
-            )
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[: shape.tp]))
-    if proof_dir is not None:
-        environment[PROOF_DIR] = str(proof_dir.resolve())
+    flags = {**chosen.flags, **(chosen.dcp_flags if shape.dcp > 1 else {})}
+    if objection := next(fit.objections(chosen, shape, {**flags, **given(extra)}), None):
+        raise UserError(objection)
 
     argv = [sys.executable, "-m", SERVER, "--model", str(model), "--host", host, "--port", str(port)]
-    argv += ["--kv-cache-memory-bytes", str(kv_cache_memory_bytes), *shape.flags()]
-    for name, value in settings["flags"].items():
+    if kv_bytes := kv_cache_memory_bytes or chosen.kv_cache_memory_bytes:
+        argv += ["--kv-cache-memory-bytes", str(kv_bytes)]
+    argv += [*shape.flags(), *spread(chosen, node, head)]
+    if chosen.layers:
+        argv += ["--hf-overrides", json.dumps({"text_config": {"num_hidden_layers": chosen.layers}})]
+    for name, value in flags.items():
         argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+
+    environment = {**chosen.environment, **(chosen.dcp_environment if shape.dcp > 1 else {})}
+    if chosen.machine is None:
+        environment[SWITCH] = backend
+    if chosen.one_core_a_rank:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores(shape)))
+    if proof_dir is not None:
+        environment[PROOF_DIR] = str(proof_dir.resolve())
     return Launch((*argv, *extra), environment)
+
+
+def cores(shape: Topology) -> list[int]:
+    """One core a rank.
+
+    Raises:
+        UserError: there are too few.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < shape.tp:
+        raise UserError(
+            f"TP{shape.tp} needs {shape.tp} cores, one a rank, and this machine has {len(usable)}"
+        )
+    return usable[: shape.tp]
+
+
+def spread(profile: Profile, node: int, head: str | None) -> list[str]:
+    """vLLM's arguments for pipeline stages, data parallelism and several nodes.
+
+    Raises:
+        UserError: a profile with several nodes and no head, or a node that it does not have.
+    """
+    flags = []
+    if profile.pipeline_parallel > 1:
+        flags += ["--pipeline-parallel-size", str(profile.pipeline_parallel)]
+    if profile.data_parallel > 1:
+        flags += ["--data-parallel-size", str(profile.data_parallel)]
+    nodes = profile.machine.nodes if profile.machine else 1
+    if nodes == 1:
+        return flags
+    if head is None:
+        raise UserError(
+            f"{profile.name} has {nodes} nodes; start it on each of them with --head ADDRESS --node 0..{nodes - 1}"
+        )
+    if not 0 <= node < nodes:
+        raise UserError(f"node {node} does not exist in {profile.name}; use --node 0..{nodes - 1}")
+    flags += ["--distributed-executor-backend", "mp", "--nnodes", str(nodes), "--node-rank", str(node)]
+    flags += ["--master-addr", head]
+    return [*flags, "--headless"] if node else flags
+
+
+def given(extra: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value` and `--name` in a user's own arguments, for the checks."""
+    found: dict[str, Any] = {}
+    for word, after in zip(extra, [*extra[1:], "--"], strict=False):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals else True if after.startswith("--") else after
+    return found

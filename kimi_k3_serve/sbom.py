@@ -35,7 +35,10 @@ def wheels(report: Path) -> list[tuple[str, str]]:
     for item in json.loads(report.read_text())["install"]:
         info = item["download_info"]
         name = unquote(urlsplit(info["url"]).path.rpartition("/")[2])
-        found.append((name, info["archive_info"]["hashes"]["sha256"]))
+        archive = info["archive_info"]  # before pip 23.1 it has only "hash": "sha256=…"
+        found.append(
+            (name, archive.get("hashes", {}).get("sha256") or archive["hash"].removeprefix("sha256="))
+        )
     return sorted(found)
 
 

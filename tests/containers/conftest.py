@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""These tests need a Docker engine with the built images: .ci/containers prepares both and calls them."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from harness.engines.process import free_port
+
+ROOT = Path(__file__).parents[2]
+SERVE, BENCH = "kimi-k3-serve:serve-cpu", "kimi-k3-serve:bench"
+PROJECT = "kimi-k3-test"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("KIMI_K3_TEST_IMAGE"):
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="no Docker engine prepared; run .ci/containers"))
+
+
+def run(
+    *argv: str, check: bool = True, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})})
+    if check and done.returncode:
+        raise AssertionError(f"{argv} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done
+
+
+def docker(*argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run(os.environ.get("DOCKER", "docker"), *argv, check=check)
+
+
+@dataclass
+class Server:
+    """The CPU server under compose."""
+
+    port: int
+    key: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def compose(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return run("docker-compose", "-p", PROJECT, *argv, check=check, env=self.environment)
+
+    @property
+    def container(self) -> str:
+        (name,) = docker(
+            "ps", "-aq", "--filter", f"label=com.docker.compose.project={PROJECT}"
+        ).stdout.split()
+        return name
+
+    def inspect(self) -> dict[str, object]:
+        facts: dict[str, object] = json.loads(docker("inspect", self.container).stdout)[0]
+        return facts
+
+    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            state = self.inspect()["State"]
+            assert isinstance(state, dict)
+            if state["Health"]["Status"] == "healthy":
+                return
+            time.sleep(1)
+        raise AssertionError(f"not healthy: {state}\n{docker('logs', '--tail', '40', self.container).stdout}")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    folder.parent.chmod(0o755)
+    folder.chmod(0o755)
+    run(sys.executable, "-m", "kimi_k3_serve", "checkpoint", "--out", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    key = tmp_path_factory.mktemp("key") / "api_key"
+    key.write_text(secrets.token_hex(32) + "\n")
+    key.chmod(0o644)  # the container's user reads it
+    started = Server(free_port(), key.read_text().strip())
+    started.environment = {
+        "IMAGE": SERVE,
+        "MODEL_DIR": str(model),
+        "API_KEY_FILE": str(key),
+        "PORT": str(started.port),
+        "TOPOLOGY": "dcp2",
+        "DRAIN_S": "20",
+    }
+    started.compose("up", "-d", "serve-cpu")
+    try:
+        yield started
+    finally:
+        started.compose("down", "-v", "--remove-orphans", "-t", "5")

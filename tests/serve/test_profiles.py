@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+
+import pytest
+
+from kimi_k3_serve import fit, launch
+from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.profile import GRADES, load, names, parse
+from kimi_k3_serve.topology import Topology
+
+FP8 = '{"use_prefill_query_quantization":true,"mla_prefill_backend":"flashinfer"}'
+TOO_SMALL = {"h200-8", "b200-8"}
+
+
+def plan(profile: str, topology: str, *extra: str, **more: object) -> launch.Launch:
+    arguments = {"model": "org/model", "host": "127.0.0.1", "port": 8000, "head": "10.0.0.1", **more}
+    return launch.plan(profile=profile, topology=topology, extra=extra, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "cpu" and name not in TOO_SMALL])
+def test_every_topology_of_a_profile_can_be_launched(name: str) -> None:
+    profile = load(name)
+    assert profile.grade in GRADES and profile.topologies
+    for topology in profile.topologies:
+        argv = plan(name, topology).argv
+        shape = Topology.parse(topology)
+        assert argv[argv.index("--tensor-parallel-size") + 1] == str(shape.tp)
+        assert ("--dcp-comm-backend" in argv) == (shape.dcp > 1)
+
+
+def test_profiles_hold_what_the_table_says() -> None:
+    assert fit.holding() == ["b200-8x2", "b300-8", "gb200-4x4", "gb300-4x2", "h200-8x2", "rtx6000-16"]
+
+
+def test_weights_of_a_gpu_by_hand() -> None:
+    # 92 layers x 896 experts x 3 matrices x 3584 x 3072 at 4.25 bits = 1,446.456 GB; 114.404 GB are the rest.
+    assert pytest.approx(1446.456066, abs=1e-5) == fit.EXPERTS_GB
+    assert fit.weights_gb(load("b300-8"), Topology(8)) == pytest.approx(1560.860324864 / 8)
+    assert fit.weights_gb(load("h200-8x2"), Topology(8)) == pytest.approx(1446.456066 / 16 + 114.404259 / 8)
+    assert fit.weights_gb(load("slice-h200-1"), Topology(1)) == pytest.approx(1560.860324864 * 5 / 93)
+
+
+@pytest.mark.parametrize(
+    ("profile", "topology", "extra", "words"),
+    [
+        ("h200-8", "tp8", (), "do not fit.*b300-8.*slice-h200-8"),
+        ("b200-8", "dcp8", (), "195.1 GB a GPU"),
+        ("b300-8", "tp16", (), "takes 16 GPUs, b300-8 has 8; use tp8 or dcp8"),
+        ("b300-8", "tp8-dcp3", (), "does not divide"),
+        ("b300-8", "dcp8", ("--attention-backend", "B12X_MLA"), r"B12X_MLA does not run on SM 10.3; use"),
+        (
+            "h200-8x2",
+            "dcp8",
+            ("--attention-backend=TOKENSPEED_MLA",),
+            "does not run on SM 9.0; use .*FLASHMLA",
+        ),
+        ("h200-8x2", "dcp8", ("--attention-backend", "FLASH_ATTN_MLA"), "dies with stock a2a"),
+        (
+            "b300-8",
+            "tp8",
+            ("--attention-config", "{}"),
+            "fp8 prefill query.*use_prefill_query_quantization and",
+        ),
+        ("h200-8x2", "tp8", ("--kv-cache-dtype", "fp8_e4m3"), "mla_prefill_backend"),
+        ("b300-8", "tp8", ("--attention-config", "x"), "not JSON"),
+        ("gb200-4x4", "tp16", ("node", "4"), "node 4 does not exist"),
+        ("gb200-4x4", "tp16", ("head", ""), "--head ADDRESS"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_remedy(
+    profile: str, topology: str, extra: tuple[str, ...], words: str
+) -> None:
+    more: dict[str, object] = {}
+    if extra[:1] == ("node",):
+        more, extra = {"node": int(extra[1])}, ()
+    elif extra[:1] == ("head",):
+        more, extra = {"head": None}, ()
+    with pytest.raises(UserError, match=words):
+        plan(profile, topology, *extra, **more)
+
+
+def test_fp8_with_its_query_quantised_passes() -> None:
+    plan("h200-8x2", "tp8", "--kv-cache-dtype", "fp8", "--attention-config", FP8)
+
+
+def test_dcp_without_a_collective_backend_is_refused() -> None:
+    profile, shape = load("b300-8"), Topology(8, 8)
+    flags = {name: value for name, value in profile.flags.items() if not name.startswith("kv-cache")}
+    assert "ag_rs" in next(fit.objections(profile, shape, flags))
+    assert not list(fit.objections(profile, shape, {**flags, "dcp-comm-backend": "a2a"}))
+
+
+def test_nodes_of_one_engine() -> None:
+    head, worker = plan("gb200-4x4", "dcp16").argv, plan("gb200-4x4", "dcp16", node=3).argv
+    assert "--headless" in worker and "--headless" not in head
+    assert worker[worker.index("--node-rank") + 1] == "3" and head[head.index("--nnodes") + 1] == "4"
+
+
+def test_arms_of_a_profile_differ_only_by_dcp() -> None:
+    tp, dcp = plan("slice-h200-2", "tp2"), plan("slice-h200-2", "dcp2")
+    more = [word for word in dcp.argv if word not in tp.argv]
+    assert more == [
+        "--decode-context-parallel-size",
+        "--cp-kv-cache-interleave-size",
+        "1",
+        "--dcp-comm-backend",
+        "a2a",
+    ]
+    assert tp.environment == dcp.environment
+
+
+@pytest.mark.parametrize(
+    "change", [{"colour": "red"}, {"grade": "good"}, {"dcp": {"flag": {}}}, {"machine": {"gpus": 8}}]
+)
+def test_unknown_keys_of_a_profile_are_errors(change: dict[str, object]) -> None:
+    sound = {"description": "d", "grade": "research", "flags": {}, "environment": {}}
+    assert parse("mine", dict(sound)).layers is None
+    with pytest.raises(UserError, match="profile mine"):
+        parse("mine", {**sound, **change})
+
+
+def test_explain_says_grade_and_room() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kimi_k3_serve", "explain", "--profile", "b300-8", "--topology", "dcp8"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "grade: research" in done.stdout and "195.1 GB of 253.1 GB a GPU" in done.stdout
