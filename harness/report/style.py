@@ -67,8 +67,8 @@ code { font-size: .85em; }
   .verdict { grid-template-columns: 1fr 1fr; }
   .verdict article, figure, tr { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
-  .plots { display: block; font-size: 0; }
-  figure { display: inline-block; width: 48%; margin: 0 1% 1rem 0; font-size: 10pt; vertical-align: top; }
+  .plots { display: block; font-size: 0; orphans: 1; widows: 1; }
+  figure { display: inline-block; width: 48%; margin: 0 1% .6rem 0; font-size: 9pt; vertical-align: top; }
   .scroll { overflow: visible; }
   table { font-size: 7.5pt; }
   th, td { padding: .2rem .3rem; }
