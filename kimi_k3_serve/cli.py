@@ -70,6 +70,14 @@ def add_server(commands: Commands) -> None:
     command.add_argument("--port", type=int, default=int(os.environ.get("KIMI_K3_PORT", "8000")))
     command.add_argument("--api-key-file", type=Path, default=os.environ.get("KIMI_K3_API_KEY_FILE") or None)
 
+    command = commands.add_parser("doctor", help="what would go wrong here, and what to do about it")
+    command.set_defaults(run=doctor)
+    command.add_argument("--profile", choices=launch.profiles())
+    command.add_argument("--topology")
+    command.add_argument("--model", help="checkpoint folder, or name on the hub")
+    command.add_argument("--json", action="store_true")
+    command.add_argument("extra", nargs="*", help="vLLM arguments that serve would get, after --")
+
 
 def add_model(commands: Commands) -> None:
     command = commands.add_parser("download", help="fetch a model into HF_HOME; resumes where it stopped")
@@ -176,6 +184,24 @@ def health(args: argparse.Namespace) -> None:
     print(check(args.host, args.port, read_key(args.api_key_file and Path(args.api_key_file))))
 
 
+def doctor(args: argparse.Namespace) -> int:
+    from kimi_k3_serve import doctor
+    from kimi_k3_serve.doctor_host import Host
+
+    host = Host()
+    case = doctor.Case(
+        host,
+        host.gpus(),
+        load(args.profile) if args.profile else None,
+        Topology.parse(args.topology) if args.topology else None,
+        args.model,
+        tuple(args.extra),
+    )
+    findings = doctor.examine(case)
+    print(doctor.as_json(findings) if args.json else doctor.as_text(findings))
+    return int(doctor.failed(findings))
+
+
 def download(args: argparse.Namespace) -> None:
     print(models.download(args.model, args.revision, offline=args.offline))
 
@@ -223,8 +249,7 @@ def sbom(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
