@@ -91,13 +91,25 @@ def simulate(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats
     gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
     arms = np.repeat([1.0, case.factor], case.launches)[:, None]
     launches = np.exp(generator.normal(0, LAUNCH_SPREAD, (2 * case.launches, 1)))
-    service = service_s(tokens) * arms * launches
-    service *= np.exp(generator.normal(0, REQUEST_SPREAD, service.shape))
-    wait = np.zeros_like(service)
-    for j in range(1, n):
-        wait[:, j] = np.maximum(0, wait[:, j - 1] + service[:, j - 1] - gaps[j - 1])
-    ttft = wait + service
+    ttft = _serve(service_s(tokens) * arms * launches, gaps, generator)
     return ttft[: case.launches], ttft[case.launches :] + case.overhead_s
+
+
+def simulate_cell(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """Due times and TTFT (requests) of one cell of the first arm."""
+    n = case.cohorts * case.cohort_size
+    tokens = generator.permutation(60_000 + (np.arange(n) + generator.random(n)) / n * 120_000)
+    gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
+    return np.concatenate(([0.0], np.cumsum(gaps))), _serve(service_s(tokens)[None], gaps, generator)[0]
+
+
+def _serve(service: Floats, gaps: Floats, generator: np.random.Generator) -> Floats:
+    """TTFT (launches, requests) of a queue with one server, first come, first served."""
+    service = service * np.exp(generator.normal(0, REQUEST_SPREAD, service.shape))
+    wait = np.zeros_like(service)
+    for j in range(1, service.shape[1]):
+        wait[:, j] = np.maximum(0, wait[:, j - 1] + service[:, j - 1] - gaps[j - 1])
+    return wait + service
 
 
 def point_estimate(case: Case, seed: int) -> float:

@@ -16,8 +16,7 @@ SPAN_TOLERANCE = 0.01
 SPAN_FLOOR_S = 0.010
 GROWTH_ARRIVALS = 10
 GROWTH_Z = 2.0
-"""One-sided 2 %. In a simulated queue with one server and cells of 60 requests this calls 0-1 % of the cells at
-85 % load unstable, 3 % at 95 %, two thirds at 150 %; fewer requests tell less, more tell more."""
+"""One-sided 2 %. How often that calls cells unstable at which load: benchmarks/stability_selftest.py."""
 
 
 @dataclass(frozen=True)
