@@ -89,7 +89,11 @@ def copy_rows(
             tl.store(tl.multiple_of(plane, 16) + place, rows, mask=kept)
 
 
-@triton.jit
+# One compiled kernel whatever the batch: only the cache's own strides and alignment are worth knowing.
+@triton.jit(
+    do_not_specialize=["multicast_address", "slot_offset", "table_stride", "map_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "epoch_ptr", "finished_ptr"],
+)
 def publish_kernel(
     cache_ptr,
     block_table_ptr,
@@ -175,7 +179,7 @@ def publish_kernel(
             tl.atomic_xchg(signal, epoch, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_offset"], do_not_specialize_on_alignment=["epoch_ptr"])
 def wait_kernel(
     peers_ptr,
     epoch_ptr,
@@ -222,7 +226,7 @@ def wait_kernel(
             trap()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["scale_ptr"])
 def dequantise_kernel(
     raw_ptr,
     scale_ptr,

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks, caches and expected planes for the GPU tests and the benchmark, without vLLM."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from kimi_k3_serve.publish.chunks import DeviceChunk, Geometry, upload
+
+LATENT, ROPE = 512, 64
+
+
+def geometry(contexts: Sequence[int], world_size: int, starts: Sequence[int] | None = None) -> Geometry:
+    """A chunk that takes the rest of each context from a local start on (interleave 1)."""
+    begins = list(starts or [0] * len(contexts))
+    padded = [-(-n // world_size) - begin for n, begin in zip(contexts, begins, strict=True)]
+    lens = [[(n - rank + world_size - 1) // world_size for rank in range(world_size)] for n in contexts]
+    return padded, lens, begins
+
+
+class PagedWorld:
+    """Random raw rows of every rank in paged caches [W, blocks, block, bytes], and block tables [W, R, width]."""
+
+    def __init__(
+        self,
+        contexts: Sequence[int],
+        world_size: int,
+        row_bytes: int,
+        *,
+        device: torch.device | str,
+        starts: Sequence[int] | None = None,
+        block: int = 64,
+        seed: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.geometry, self.world_size, self.block = (
+            geometry(contexts, world_size, starts),
+            world_size,
+            block,
+        )
+        generator = torch.Generator(device).manual_seed(seed)
+        width = -(-max(-(-n // world_size) for n in contexts) // block)
+        blocks = width * len(contexts)
+        self.caches, self.tables = {}, {}
+        for rank in range(world_size):
+            raw = torch.randint(
+                0,
+                256,
+                (blocks, block, row_bytes),
+                dtype=torch.uint8,
+                device=device,
+                generator=generator,
+            )
+            table = torch.randperm(blocks, device=device, generator=generator).view(len(contexts), width)
+            if ranks is None or rank in ranks:
+                self.caches[rank], self.tables[rank] = raw, table.int()
+
+    def chunk(self, rank: int, device: torch.device, *, gathered: bool = False) -> DeviceChunk:
+        [made] = upload(
+            [self.geometry], rank=rank, world_size=self.world_size, device=device, gathered=gathered
+        )
+        return made
+
+    def local_rows(self, rank: int) -> torch.Tensor:
+        """[padded rows, bytes] of a rank, request after request, as a gather would yield them."""
+        padded, _, starts = self.geometry
+        raw, table = self.caches[rank].flatten(0, 1), self.tables[rank].long()
+        parts = []
+        for request, (count, start) in enumerate(zip(padded, starts, strict=True)):
+            position = torch.arange(start, start + count, device=raw.device)
+            parts.append(raw[table[request, position // self.block] * self.block + position % self.block])
+        return torch.cat(parts)
+
+    def expected(self) -> torch.Tensor:
+        """[N, bytes]: what every rank must hold. All caches must be here."""
+        return reorganise(
+            torch.cat([self.local_rows(rank) for rank in range(self.world_size)]),
+            self.geometry,
+            self.world_size,
+        )
+
+
+def reorganise(gathered: torch.Tensor, chunk: Geometry, world_size: int) -> torch.Tensor:
+    """The operations of vLLM's `reorg_kvcache` on one plane: a slice for each request and rank, then `torch.cat`."""
+    padded, lens, starts = chunk
+    per_rank = sum(padded)
+    parts = []
+    for count, context, start, begin in zip(
+        padded, lens, starts, accumulate(padded, initial=0), strict=False
+    ):
+        for rank in range(world_size):
+            valid = min(max(0, context[rank] - start), count)
+            if valid:
+                parts.append(gathered[rank * per_rank + begin :][:valid])
+    return torch.cat(parts)

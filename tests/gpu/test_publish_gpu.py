@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The publication on one GPU: W ranks are W sets of buffers and W streams of one process, kernels co-resident.
+
+What this shows: both kernels compiled for the GPU, their rendezvous with real concurrency, CUDA graphs, lifetimes.
+What it cannot show: stores over NVLink, and time. Needs PyTorch and Triton only.
+"""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from publish_world import LATENT, ROPE, PagedWorld
+
+from kimi_k3_serve.publish.layout import SLOTS, Layout
+from kimi_k3_serve.publish.publisher import Publisher, dequantise
+from kimi_k3_serve.symmetric.region import LocalRegion
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs an NVIDIA GPU of compute capability 9.0 or later",
+    ),
+]
+
+CUDA = torch.device("cuda", 0)
+DELAY = 2_000_000  # clock cycles, about a millisecond
+CONTEXTS = [700, 1, 64, 1300, 3]
+
+
+class Ranks:
+    """W publishers on one GPU, one stream each."""
+
+    def __init__(self, world_size: int, dtype: torch.dtype, capacity: int, ubatches: int = 1) -> None:
+        self.world_size, self.dtype = world_size, dtype
+        layout = Layout(world_size, capacity, LATENT * dtype.itemsize, ROPE * dtype.itemsize, ubatches)
+        regions = LocalRegion.group(world_size, layout.nbytes, CUDA)
+        self.publishers = [
+            Publisher(region, layout, dtype, transport="peer", implementation="triton", timeout_s=20.0)
+            for region in regions
+        ]
+        self.streams = [torch.cuda.Stream() for _ in regions]
+        self.kept: list[object] = []
+        # Kernels are loaded before one of them spins: loading may wait for an idle GPU.
+        world = PagedWorld([5], world_size, (LATENT + ROPE) * dtype.itemsize, device=CUDA)
+        self.bind(world)
+        for step in (self.push, self.wait):
+            for rank in range(world_size):
+                step(rank, 0, 0)
+            torch.cuda.synchronize()
+
+    def bind(self, world: PagedWorld) -> None:
+        self.world = world
+        self.chunks = [world.chunk(rank, CUDA) for rank in range(self.world_size)]
+        self.kept.append((world, self.chunks))  # other streams still read them
+
+    def push(self, rank: int, slot: int, ubatch: int) -> None:
+        source, world = self.publishers[rank], self.world
+        raw = world.caches[rank]
+        cache = raw if self.dtype.itemsize == 1 else raw.view(self.dtype)
+        source.rank.push(source.words(cache), world.tables[rank], self.chunks[rank], slot, ubatch)
+
+    def wait(self, rank: int, slot: int, ubatch: int) -> None:
+        self.publishers[rank].rank.wait(slot, ubatch)
+
+    def planes(self, rank: int, slot: int, ubatch: int = 0) -> tuple[torch.Tensor, ...]:
+        n = self.chunks[rank].num_rows
+        return tuple(plane[:n].view(torch.uint8) for plane in self.publishers[rank].planes[ubatch][slot])
+
+    def each(self, work: Callable[[int], None], ranks: Sequence[int] | None = None) -> None:
+        for rank in ranks if ranks is not None else range(self.world_size):
+            with torch.cuda.stream(self.streams[rank]):
+                work(rank)
+
+    def collective(self) -> None:
+        """A rendezvous of all streams, as the layer's output collective is one."""
+        events = [stream.record_event() for stream in self.streams]
+        for stream in self.streams:
+            for event in events:
+                stream.wait_event(event)
+
+
+def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, bytes] -> the two planes' bytes."""
+    latent = rows.shape[1] * LATENT // (LATENT + ROPE)
+    return rows[:, :latent], rows[:, latent:]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32])
+def test_every_rank_holds_what_stock_yields(dtype: torch.dtype, world_size: int) -> None:
+    ranks = Ranks(world_size, dtype, capacity=4096)
+    for index, (contexts, starts) in enumerate(
+        [(CONTEXTS, None), ([1], None), ([2000, 40], [64, 0]), (CONTEXTS, None), ([4096], None)]
+    ):
+        row_bytes = (LATENT + ROPE) * dtype.itemsize
+        world = PagedWorld(contexts, world_size, row_bytes, device=CUDA, starts=starts, seed=index)
+        ranks.bind(world)
+        torch.cuda.synchronize()
+        slot = index % SLOTS
+        ranks.each(lambda rank, slot=slot: ranks.push(rank, slot, 0))
+        ranks.each(lambda rank, slot=slot: ranks.wait(rank, slot, 0))
+        torch.cuda.synchronize()
+        for rank in range(world_size):
+            for found, expected in zip(ranks.planes(rank, slot), split(world.expected()), strict=True):
+                assert torch.equal(found, expected), (contexts, rank)
+
+
+@pytest.mark.parametrize("where", ["before publishing", "before waiting", "while consuming"])
+def test_lifetimes_hold_with_one_rank_late(where: str) -> None:
+    """Layers of three chunks; what each rank sees at the end of its (late) consumption is kept and compared."""
+    world_size, row_bytes = 4, (LATENT + ROPE) * 2
+    ranks = Ranks(world_size, torch.bfloat16, capacity=4096)
+    worlds = [PagedWorld(CONTEXTS, world_size, row_bytes, device=CUDA, seed=seed) for seed in range(9)]
+    expected = [world.expected() for world in worlds]
+    seen: list[tuple[int, torch.Tensor]] = []
+
+    def delay(rank: int, here: str) -> None:
+        if rank == world_size - 1 and here == where:
+            torch.cuda._sleep(DELAY)
+
+    torch.cuda.synchronize()
+    for index, world in enumerate(worlds):
+        ranks.bind(world)
+        torch.cuda.current_stream().synchronize()
+        slot = index % 3 % SLOTS
+
+        def publish(rank: int, slot: int = slot) -> None:
+            delay(rank, "before publishing")
+            ranks.push(rank, slot, 0)
+
+        def consume(rank: int, slot: int = slot, index: int = index) -> None:
+            delay(rank, "before waiting")
+            ranks.wait(rank, slot, 0)
+            delay(rank, "while consuming")
+            seen.append((index, torch.cat(ranks.planes(rank, slot), dim=1)))
+
+        ranks.each(publish)
+        ranks.each(consume)
+        if index % 3 == 2:
+            ranks.collective()
+    torch.cuda.synchronize()
+    assert len(seen) == 9 * world_size
+    assert all(torch.equal(rows, expected[index]) for index, rows in seen)
+
+
+def test_graphs_replay_with_other_chunks_in_the_same_buffers() -> None:
+    """One graph a rank of two publications, 1,000 replays; maps, counts and rows change between them on the device."""
+    world_size, dtype, capacity = 2, torch.bfloat16, 2048
+    row_bytes = (LATENT + ROPE) * 2
+    ranks = Ranks(world_size, dtype, capacity)
+    pool = [
+        PagedWorld(contexts, world_size, row_bytes, device=CUDA, seed=seed)
+        for seed, contexts in enumerate([[2048], [1500], [7], [2047], [1]])
+    ]
+    static = PagedWorld([2048], world_size, row_bytes, device=CUDA, seed=99)
+    ranks.bind(static)
+    expected = torch.zeros(capacity, row_bytes, dtype=torch.uint8, device=CUDA)
+    num_rows = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    wrong = torch.zeros(world_size, dtype=torch.int64, device=CUDA)
+    row = torch.arange(capacity, device=CUDA)
+
+    def load(world: PagedWorld) -> None:
+        for rank in range(world_size):
+            made, mine = world.chunk(rank, CUDA), ranks.chunks[rank]
+            mine.rows[:, : made.rows.shape[1]].copy_(made.rows)
+            mine.num_local_rows.copy_(made.num_local_rows)
+            static.caches[rank][: len(world.caches[rank])].copy_(world.caches[rank])
+            static.tables[rank][:, : world.tables[rank].shape[1]].copy_(world.tables[rank])
+        rows = world.expected()
+        expected[: len(rows)].copy_(rows)
+        num_rows.fill_(len(rows))
+
+    def check(rank: int, slot: int) -> None:
+        ranks.wait(rank, slot, 0)
+        planes = [plane.view(torch.uint8) for plane in ranks.publishers[rank].planes[0][slot]]
+        differs = (torch.cat(planes, dim=1) != expected).any(dim=1) & (row < num_rows)
+        wrong[rank] += differs.sum()
+
+    load(pool[0])
+    for slot in range(SLOTS):  # everything compiled and loaded before it is captured
+        for rank in range(world_size):
+            ranks.push(rank, slot, 0)
+        for rank in range(world_size):
+            check(rank, slot)
+    torch.cuda.synchronize()
+    graphs = []
+    for rank in range(world_size):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            for slot in range(SLOTS):
+                ranks.push(rank, slot, 0)
+                check(rank, slot)
+        graphs.append(graph)
+    before = [int(source.rank.epochs[0]) for source in ranks.publishers]  # type: ignore[attr-defined]
+    for replay in range(1000):
+        if replay % 20 == 0:
+            torch.cuda.synchronize()
+            load(pool[replay // 20 % len(pool)])
+            torch.cuda.synchronize()
+        for graph, stream in zip(graphs, ranks.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+    after = [int(source.rank.epochs[0]) for source in ranks.publishers]  # type: ignore[attr-defined]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2000, 2000]
+
+
+def test_soak() -> None:
+    """10,000 publications of random chunks with random delays on either rank: no row differs, nothing hangs."""
+    world_size, publications = 2, 10_000
+    ranks = Ranks(world_size, torch.bfloat16, capacity=2048)
+    chance = random.Random(0)
+    pool = []
+    for seed in range(24):
+        contexts = [chance.randrange(1, 400) for _ in range(chance.randrange(1, 6))]
+        world = PagedWorld(contexts, world_size, (LATENT + ROPE) * 2, device=CUDA, seed=seed)
+        ranks.bind(world)
+        pool.append((world, ranks.chunks, world.expected()))
+    wrong = torch.zeros(world_size, dtype=torch.int64, device=CUDA)
+    torch.cuda.synchronize()
+    index = 0
+    for count in range(publications):
+        ranks.world, ranks.chunks, expected = chance.choice(pool)
+        slot, index = index % SLOTS, index + 1
+
+        def delay() -> None:
+            if chance.random() < 0.2:
+                torch.cuda._sleep(chance.randrange(1000, 100_000))
+
+        def publish(rank: int, slot: int = slot) -> None:
+            delay()
+            ranks.push(rank, slot, 0)
+
+        def consume(rank: int, slot: int = slot, expected: torch.Tensor = expected) -> None:
+            delay()
+            ranks.wait(rank, slot, 0)
+            delay()
+            wrong[rank] += (torch.cat(ranks.planes(rank, slot), dim=1) != expected).any(dim=1).sum()
+
+        ranks.each(publish)
+        ranks.each(consume)
+        if chance.random() < 0.3:  # the end of a layer
+            ranks.collective()
+            index = 0
+        if count % 500 == 499:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantise_all_bytes(dtype: torch.dtype) -> None:
+    raw = torch.arange(256, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn).repeat(64).view(-1, 64)
+    for value in (1.0, 0.3717, 1e-3, 37.5):
+        scale = torch.tensor([value], device=CUDA)
+        found, _ = dequantise(raw, raw, scale, dtype)
+        wanted = (raw.float() * scale).to(dtype)
+        same = (found.view(torch.int16) == wanted.view(torch.int16)) | (found.isnan() & wanted.isnan())
+        assert bool(same.all())
+
+
+LATE = """
+import torch
+from test_publish_gpu import CUDA, LATENT, ROPE, PagedWorld, Ranks
+ranks = Ranks(2, torch.bfloat16, 64)
+ranks.bind(PagedWorld([9], 2, (LATENT + ROPE) * 2, device=CUDA))
+ranks.publishers[0].rank.timeout_s = 0.2
+torch.cuda.synchronize()
+ranks.push(0, 1, 0)
+ranks.wait(0, 1, 0)
+try:
+    torch.cuda.synchronize()
+except Exception as error:
+    print("CUDA error:", type(error).__name__)
+try:
+    ranks.publishers[0].rank.raise_if_late()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    """In a process of its own, since the lost rendezvous costs the CUDA context."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
+    )
+    assert "CUDA error:" in done.stdout, done.stderr[-2000:]
+    assert "rank 0: rank 1 did not publish epoch 2 into slot 1 of ubatch 0 within 0.2 s" in done.stdout
