@@ -27,11 +27,12 @@ def register() -> None:
 
     from vllm.platforms import current_platform
 
-    from kimi_k3_serve import source_lock
+    from kimi_k3_serve import loader, source_lock
 
     state = source_lock.verify()
     from kimi_k3_serve.attention import backends, ownership
 
+    loader.install()
     backends.install()
     ownership.install(kimi=current_platform.is_cuda())
     if current_platform.is_cpu() and choice == "dcp":

@@ -255,6 +255,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         mp.start_processes(rank_main, (folder,), W, start_method="fork")
+        for segment in Path("/dev/shm").glob(f"{Path(folder).name}-*"):  # which vLLM leaves behind
+            segment.unlink()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a slice without a checkpoint: every value follows from its tensor's name and its index in it.
+
+vLLM's dummy weights fill every tensor of every rank alike, so that shards exchanged or lost go unseen, and all prompts
+answer alike. These have unit scale and the gains of `checkpoint.py`, differ everywhere, and are the same whatever the
+device, the tensor-parallel size and the order of loading: integer arithmetic, then one float32 product.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kimi_k3_serve.checkpoint import GAINS
+
+CHUNK = 1 << 24  # values made at a time: temporaries of about 0.5 GB
+
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def values(name: str, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The tensor `name` [shape], float32.
+
+    Norms are 1. A matrix is uniform with mean 0 and deviation gain / sqrt(fan_in), rows of an embedding with
+    deviation 1; a KDA decay A_log lies about -3 (slow), and a router's correction bias about 0 +- 0.01.
+    """
+    module, leaf = name.split(".")[-2:]
+    if module.endswith("norm"):
+        return torch.ones(shape, device=device)
+    deviation, mean = 1.0, 0.0
+    if leaf == "A_log":
+        mean = -3.0
+    elif leaf == "e_score_correction_bias":
+        deviation = 0.01
+    elif module != "embed_tokens" and len(shape) > 1:
+        deviation = GAINS.get(module, 1.0) / math.sqrt(shape[-1])
+    flat = torch.empty(math.prod(shape), device=device)
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK]
+        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
+        part.copy_(uniform(index, seed(name)) * torch.tensor(deviation * math.sqrt(12), device=device))
+    return (flat + mean if mean else flat).view(shape)
+
+
+def seed(name: str) -> int:
+    """64 bits of a tensor's name, signed."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniform(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """[-0.5, 0.5) float32 in steps of 2**-24: the SplitMix64 of `seed` at each int64 index (Steele et al. 2014)."""
+    z = index * signed(0x9E3779B97F4A7C15) + seed
+    z = (z ^ shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shift(z, 27)) * signed(0x94D049BB133111EB)
+    bits = shift(z ^ shift(z, 31), 40)
+    return (bits - (1 << 23)).float() * 2.0**-24
+
+
+def shift(z: torch.Tensor, places: int) -> torch.Tensor:
+    """Logical right shift of int64, which torch shifts arithmetically."""
+    return (z >> places) & ((1 << (64 - places)) - 1)
+
+
+def signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def tensors(config: Any) -> Tensors:
+    """Name and shape of every tensor of a checkpoint with this configuration, named as vLLM's loaders expect.
+
+    Raises:
+        ValueError: an architecture other than DeepSeek-V3 (q-LoRA) and Kimi-Linear / Kimi-K3 (text).
+    """
+    known = {"deepseek_v3": deepseek_layer, "kimi_linear": kimi_layer}
+    if config.model_type not in known:
+        raise ValueError(f"no weights for model_type {config.model_type!r}; known are {', '.join(known)}")
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for index in range(config.num_hidden_layers):
+        for name, shape in known[config.model_type](config, index):
+            yield f"model.layers.{index}.{name}", shape
+    if getattr(config, "attn_res_block_size", None) is not None:
+        yield "model.output_attn_res_norm.weight", (hidden,)
+        yield "model.output_attn_res_proj.weight", (1, hidden)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocabulary, hidden)
+
+
+def deepseek_layer(config: Any, index: int) -> Tensors:
+    hidden = config.hidden_size
+    yield from mla(config)
+    yield from norms(hidden)
+    if index < config.first_k_dense_replace:
+        yield from mlp("mlp", hidden, config.intermediate_size)
+        return
+    width = config.moe_intermediate_size
+    yield "mlp.gate.weight", (config.n_routed_experts, hidden)
+    if getattr(config, "topk_method", None) == "noaux_tc":
+        yield "mlp.gate.e_score_correction_bias", (config.n_routed_experts,)
+    for expert in range(config.n_routed_experts):
+        yield from mlp(f"mlp.experts.{expert}", hidden, width)
+    if config.n_shared_experts:
+        yield from mlp("mlp.shared_experts", hidden, width * config.n_shared_experts)
+
+
+def kimi_layer(config: Any, index: int) -> Tensors:
+    hidden = config.hidden_size
+    yield from kda(config) if config.is_kda_layer(index) else mla(config)
+    yield from norms(hidden)
+    if config.attn_res_block_size is not None:
+        for part in ("self_attention_res", "mlp_res"):
+            yield f"{part}_norm.weight", (hidden,)
+            yield f"{part}_proj.weight", (1, hidden)
+    moe = config.is_moe and index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0
+    if not moe:
+        yield from mlp("mlp", hidden, config.intermediate_size)
+        return
+    width = config.moe_intermediate_size
+    routed = config.routed_expert_hidden_size or hidden
+    yield "block_sparse_moe.gate.weight", (config.num_experts, hidden)
+    yield "block_sparse_moe.gate.e_score_correction_bias", (config.num_experts,)
+    if config.num_shared_experts:
+        yield from mlp("block_sparse_moe.shared_experts", hidden, width * config.num_shared_experts)
+    if config.routed_expert_hidden_size is not None:
+        yield "block_sparse_moe.routed_expert_down_proj.weight", (routed, hidden)
+        if config.latent_moe_use_norm:
+            yield "block_sparse_moe.routed_expert_norm.weight", (routed,)
+        yield "block_sparse_moe.routed_expert_up_proj.weight", (hidden, routed)
+    for expert in range(config.num_experts):
+        yield f"block_sparse_moe.experts.{expert}.w1.weight", (width, routed)
+        yield f"block_sparse_moe.experts.{expert}.w3.weight", (width, routed)
+        yield f"block_sparse_moe.experts.{expert}.w2.weight", (routed, width)
+
+
+def norms(hidden: int) -> Tensors:
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+
+
+def mlp(prefix: str, hidden: int, width: int) -> Tensors:
+    yield f"{prefix}.gate_proj.weight", (width, hidden)
+    yield f"{prefix}.up_proj.weight", (width, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, width)
+
+
+def mla(config: Any) -> Tensors:
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    if config.q_lora_rank is None:
+        yield "self_attn.q_proj.weight", (heads * (nope + rope), hidden)
+    else:
+        yield "self_attn.q_a_proj.weight", (config.q_lora_rank, hidden)
+        yield "self_attn.q_a_layernorm.weight", (config.q_lora_rank,)
+        yield "self_attn.q_b_proj.weight", (heads * (nope + rope), config.q_lora_rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (latent,)
+    yield "self_attn.kv_b_proj.weight", (heads * (nope + value), latent)
+    if getattr(config, "mla_use_output_gate", False):
+        yield "self_attn.g_proj.weight", (heads * value, hidden)
+    yield "self_attn.o_proj.weight", (hidden, heads * value)
+
+
+def kda(config: Any) -> Tensors:
+    linear, hidden = config.linear_attn_config, config.hidden_size
+    heads, dim, taps = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
+    for part in "qkv":
+        yield f"self_attn.{part}_proj.weight", (heads * dim, hidden)
+        yield f"self_attn.{part}_conv1d.weight", (heads * dim, 1, taps)
+    yield "self_attn.g_proj.weight", (heads * dim, hidden)
+    yield "self_attn.f_a_proj.weight", (dim, hidden)
+    yield "self_attn.f_b_proj.weight", (heads * dim, dim)
+    yield "self_attn.b_proj.weight", (heads, hidden)
+    yield "self_attn.dt_bias", (heads * dim,)
+    yield "self_attn.A_log", (heads,)
+    yield "self_attn.o_norm.weight", (dim,)
+    yield "self_attn.o_proj.weight", (hidden, heads * dim)

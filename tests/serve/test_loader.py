@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kimi_k3_serve import loader
+from kimi_k3_serve.checkpoint import CONFIG, GAINS, shapes
+from kimi_k3_serve.weights import CHUNK, tensors, uniform, values
+
+MOE = {**CONFIG, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4}
+
+
+def splitmix64(index: int, seed: int) -> float:
+    """The same in Python's integers."""
+    mask = (1 << 64) - 1
+    z = (index * 0x9E3779B97F4A7C15 + seed) & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return (((z ^ (z >> 31)) >> 40) - (1 << 23)) / (1 << 24)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, (1 << 63) - 1, -(1 << 63)])
+def test_the_bits_are_splitmix64s(seed: int) -> None:
+    index = torch.tensor([0, 1, 2, 1000, 1 << 40])
+    expected = [splitmix64(i, seed % (1 << 64)) for i in index.tolist()]
+    assert uniform(index, seed).tolist() == expected
+
+
+@pytest.mark.parametrize("module", ["q_b_proj", "kv_b_proj", "o_proj", "gate_proj"])
+def test_a_matrix_has_unit_scale_times_its_gain(module: str) -> None:
+    matrix = values(f"model.layers.3.self_attn.{module}.weight", (512, 1024))
+    assert matrix.std().item() == pytest.approx(GAINS.get(module, 1.0) / math.sqrt(1024), rel=0.01)
+    assert abs(matrix.mean().item()) < 5 * matrix.std().item() / math.sqrt(matrix.numel())
+    assert matrix.unique().numel() > 0.95 * matrix.numel()
+
+
+def test_names_and_indices_decide_not_the_order_of_making() -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    wide, tall = values(name, (8, 16)).flatten(), values(name, (16, 8)).flatten()
+    torch.testing.assert_close(wide, tall * math.sqrt(8 / 16), rtol=1e-6, atol=0.0)
+    assert not torch.equal(values(name, (8, 16)), values(name.replace("0", "1"), (8, 16)))
+    assert torch.equal(values("model.norm.weight", (4,)), torch.ones(4))
+
+
+def test_a_tensor_longer_than_a_chunk_goes_on_where_the_chunk_ended() -> None:
+    tail = uniform(torch.arange(CHUNK - 2, CHUNK + 2), 5)
+    assert len(set(tail.tolist())) == 4
+    whole = values("model.embed_tokens.weight", (CHUNK + 4,))
+    assert not torch.equal(whole[:4], whole[CHUNK : CHUNK + 4])
+
+
+def test_deepseeks_tensors_are_those_of_the_small_checkpoint() -> None:
+    assert dict(tensors(SimpleNamespace(**CONFIG, topk_method="noaux_tc"))) == shapes()
+
+
+def test_kimis_tensors_cover_every_kind_of_layer() -> None:
+    from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
+
+    linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 8}
+    config = KimiLinearConfig(
+        **{"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+        **{
+            "num_experts": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+        **{"mla_use_output_gate": True, "routed_expert_hidden_size": 16, "latent_moe_use_norm": True},
+        linear_attn_config=linear | {"short_conv_kernel_size": 4},
+        attn_res_block_size=2,
+    )
+    named = dict(tensors(config))
+    assert named["model.layers.0.self_attn.A_log"] == (4,)
+    assert named["model.layers.0.self_attn.k_conv1d.weight"] == (32, 1, 4)
+    assert named["model.layers.0.mlp.gate_proj.weight"] == (11008, 32)
+    assert "model.layers.3.self_attn.A_log" not in named
+    assert named["model.layers.3.self_attn.g_proj.weight"] == (32, 32)
+    assert named["model.layers.3.block_sparse_moe.experts.2.w2.weight"] == (16, 24)
+    assert named["model.layers.3.mlp_res_proj.weight"] == (1, 32)
+    assert named["model.output_attn_res_proj.weight"] == (1, 32)
+
+
+def test_another_architecture_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'llama'"):
+        dict(tensors(SimpleNamespace(model_type="llama")))
+
+
+def test_a_parameter_without_a_value_is_an_error() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.empty(2))
+
+        def load_weights(self, weights: object) -> set[str]:
+            return set()
+
+    with pytest.raises(loader.UnknownParameterError, match="1 parameters of Model got no value: new"):
+        loader.fill(Model(), SimpleNamespace(**CONFIG))
+
+
+def test_shards_of_tp2_are_cut_from_the_tensors_of_tp1(tmp_path: Path) -> None:
+    """vLLM's own model and weight loaders, dense and routed layers: both ranks together hold every row once."""
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    script = Path(__file__).with_name("seeded_shards.py")
+    for world_size in (1, 2):
+        command = [sys.executable, str(script), str(world_size), str(tmp_path), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    whole, *shards = (torch.load(tmp_path / f"tp{n}-{r}.pt") for n, r in [(1, 0), (2, 0), (2, 1)])
+    assert whole.keys() == shards[0].keys()
+    sharded = 0
+    for name, full in whole.items():
+        parts = [shard[name].detach() for shard in shards]
+        cut = [d for d in range(full.dim()) if parts[0].shape[d] != full.shape[d]]
+        if not cut:
+            assert torch.equal(parts[0], full) and torch.equal(parts[1], full), name
+            continue
+        sharded += 1
+        assert torch.equal(by_first_value(torch.cat(parts, cut[0]), cut[0]), by_first_value(full, cut[0])), (
+            name
+        )
+    assert sharded >= 14
+
+
+def by_first_value(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The slices along `dim` in the order of their first value: merged projections interleave their shards."""
+    rows = tensor.detach().movedim(dim, 0).flatten(1)
+    return rows[rows[:, 0].argsort()]
