@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each check is provoked: a false root folder and a false nvidia-smi stand for hardware that is not here."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kimi_k3_serve import doctor, doctor_probes
+from kimi_k3_serve.doctor import Case
+from kimi_k3_serve.doctor_host import Host
+from kimi_k3_serve.profile import load
+from kimi_k3_serve.topology import Topology
+
+B300 = "{i}, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 0"
+
+
+class World:
+    """A machine made of files; `gpus` are lines as nvidia-smi prints them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "root"
+        (self.root / "dev").mkdir(parents=True)
+        self.gpus = [B300.format(i=i) for i in range(8)]
+        self.cuda = "13.0"
+        self.links = {(a, b): "OK" for a in range(8) for b in range(8) if a != b}
+        self.environment: dict[str, str] = {}
+        self.profile, self.topology = "b300-8", "dcp8"
+        self.model: str | None = None
+        self.extra: tuple[str, ...] = ()
+        self.folder = folder
+
+    def smi(self) -> list[str]:
+        count = len(self.gpus)
+        topology = ["\t" + "\t".join(f"GPU{i}" for i in range(count))]
+        topology += [
+            f"GPU{a}\t" + "\t".join("X" if a == b else self.links.get((a, b), "OK") for b in range(count))
+            for a in range(count)
+        ]
+        answers = {
+            "query": self.gpus,
+            "topo": topology,
+            "head": [f"| NVIDIA-SMI 580 CUDA Version: {self.cuda} |"],
+        }
+        (self.folder / "answers.json").write_text(json.dumps(answers))
+        program = (
+            "import json, sys; answers = json.load(open(sys.argv[1])); words = ' '.join(sys.argv[2:]);"
+            "print('\\n'.join(answers['query' if 'query' in words else 'topo' if 'topo' in words else 'head']))"
+        )
+        return [sys.executable, "-c", program, str(self.folder / "answers.json")]
+
+    def case(self) -> Case:
+        host = Host(self.root, self.smi(), self.environment)
+        return Case(
+            host, host.gpus(), load(self.profile), Topology.parse(self.topology), self.model, self.extra
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def look(check: doctor.Check, case: Case) -> str:
+    """The findings that are not ok, on one line each."""
+    findings = list(check(case))
+    assert all(finding.remedy for finding in findings if finding.level in ("warn", "fail")), findings
+    return "\n".join(f"{item.level} {item.check}: {item.why}" for item in findings if item.level != "ok")
+
+
+def test_a_sound_machine_has_no_complaint(world: World) -> None:
+    for check in (doctor.weights, doctor.gpus, doctor.driver, doctor.peer_access, doctor.autotune):
+        assert look(check, world.case()) == ""
+    assert look(doctor.keep_alive, world.case()) == ""
+
+
+def test_weights_that_do_not_fit(world: World) -> None:
+    world.profile, world.topology = "h200-8", "tp8"
+    assert "fail launch: the weights do not fit" in look(doctor.weights, world.case())
+
+
+def test_fp8_without_query_quantisation(world: World) -> None:
+    world.extra = ("--attention-config", '{"mla_prefill_backend":"flashinfer"}')
+    assert "lacks use_prefill_query_quantization" in look(doctor.weights, world.case())
+
+
+def test_dcp_without_its_collective_backend(world: World) -> None:
+    case = world.case()
+    assert case.profile
+    case = replace(case, profile=replace(case.profile, dcp_flags={}))
+    assert "ag_rs" in look(doctor.weights, case)
+
+
+def test_stock_a2a_with_flash_attn_mla(world: World) -> None:
+    world.profile, world.extra = "h200-8x2", ("--attention-backend", "FLASH_ATTN_MLA")
+    assert "dies with stock a2a" in look(doctor.weights, world.case())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("7, NVIDIA H100, 275040, 4, 580.95.05, 9.0, 0", "mixed models: NVIDIA B300 SXM6 AC, NVIDIA H100"),
+        ("7, NVIDIA B300 SXM6 AC, 275040, 60000, 580.95.05, 10.3, 0", "GPU 7: 60000 MiB are in use"),
+        ("7, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 3", "GPU 7: 3 uncorrected ECC errors"),
+        ("7, NVIDIA B300 SXM6 AC, 143771, 4, 580.95.05, 10.3, 0", "the profile expects 268"),
+        ("", "7 GPUs are visible, the profile needs 8"),
+    ],
+)
+def test_gpus_that_are_not_as_they_should_be(world: World, line: str, words: str) -> None:
+    world.gpus[7] = line
+    if "143771" in line:
+        world.gpus = [line.replace("7,", f"{i},", 1) for i in range(8)]
+    assert words in look(doctor.gpus, world.case())
+
+
+def test_ecc_that_is_off_is_no_error(world: World) -> None:
+    world.gpus = [line.removesuffix("0") + "[N/A]" for line in world.gpus]
+    assert look(doctor.gpus, world.case()) == ""
+
+
+def test_an_old_driver(world: World) -> None:
+    world.cuda = "12.8"
+    assert "runs CUDA 12.8, the image needs 13.0" in look(doctor.driver, world.case())
+    world.cuda = "N/A"
+    assert "warn driver" in look(doctor.driver, world.case())
+
+
+def test_a_pair_without_peer_access(world: World) -> None:
+    world.links[2, 5] = "CNS"
+    assert look(doctor.peer_access, world.case()) == "fail p2p: no peer access between GPU 2 and 5 (CNS)"
+
+
+def test_no_multicast(world: World) -> None:
+    world.environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1: KV publication falls back" in look(
+        doctor.multicast, world.case()
+    )
+
+
+def test_probes_fail_where_no_gpu_is(world: World) -> None:
+    """The real probe processes, on a machine without GPUs: they fail, and say so in one line."""
+    world.environment = dict(os.environ)
+    found = look(doctor.rendezvous, replace(world.case(), gpus=world.case().gpus[:2]))
+    assert found.startswith("fail rendezvous: rank 0: ") and "\n" not in found
+
+
+def test_probes_are_not_run_without_gpus(world: World) -> None:
+    world.gpus = []
+    for check in (doctor.multicast, doctor.rendezvous, doctor.peer_access, doctor.driver, doctor.gpus):
+        assert look(check, world.case()).startswith("skip ")
+
+
+def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_probes, "TIMEOUT_S", 0.01)
+    assert doctor_probes.run("rendezvous", 2, os.environ) == (False, "no answer within 0.01 s")
+
+
+def test_imex_channels(world: World) -> None:
+    world.profile = "gb300-4x2"
+    assert "cuMemCreate will not be permitted" in look(doctor.imex, world.case())
+    channels = world.root / "dev/nvidia-caps-imex-channels"
+    channels.mkdir()
+    (channels / "channel0").touch()
+    assert look(doctor.imex, world.case()) == ""
+
+
+def test_mlx5_without_peermem(world: World) -> None:
+    (world.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert "errno 524" in look(doctor.rdma, world.case())
+    (world.root / "proc").mkdir()
+    (world.root / "proc/modules").write_text("nvidia_peermem 16384 0 - Live 0x0\n")
+    assert look(doctor.rdma, world.case()) == ""
+    (world.root / "proc/modules").unlink()
+    world.environment["NCCL_DMABUF_ENABLE"] = "0"
+    assert look(doctor.rdma, world.case()) == ""
+
+
+def test_small_shared_memory_and_limits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "shm_mb", lambda self: 64.0)
+    limits = {resource.RLIMIT_MEMLOCK: 65536, resource.RLIMIT_STACK: 8388608}
+    monkeypatch.setattr(Host, "limit", lambda self, which: limits[which])
+    found = look(doctor.shared_memory, world.case())
+    assert "fail shm: /dev/shm has 64 MB" in found and "fail memlock" in found and "warn stack" in found
+    limits.update({resource.RLIMIT_MEMLOCK: -1, resource.RLIMIT_STACK: -1})
+    monkeypatch.setattr(Host, "shm_mb", lambda self: 16000.0)
+    assert look(doctor.shared_memory, world.case()) == ""
+
+
+def test_autotuning_at_high_utilisation(world: World) -> None:
+    case = world.case()
+    assert case.profile
+    flags = {name: value for name, value in case.profile.flags.items() if "autotune" not in name}
+    case = replace(case, profile=replace(case.profile, flags=flags))
+    assert "fail autotune" in look(doctor.autotune, case)
+
+
+def test_short_keep_alive(world: World) -> None:
+    case = replace(world.case(), profile=None)
+    assert "warn keep-alive: connections are closed after 5 s" in look(doctor.keep_alive, case)
+
+
+def test_cache_that_is_full_or_closed(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.environment["HF_HOME"] = str(tmp_path / "hf")
+    monkeypatch.setattr(Host, "free_gb", lambda self, folder: 3.0)
+    assert look(doctor.cache, world.case()) == "warn cache: HF_HOME: 3 GB are free"
+    world.environment["HF_HOME"] = "/proc/hf"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "is not writable" in look(doctor.cache, world.case())
+
+
+def test_a_checkpoint_that_lacks_shards(world: World, tmp_path: Path) -> None:
+    world.model = str(tmp_path)
+    assert "config.json" in look(doctor.checkpoint, world.case())
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert "1 shards are missing, the first is model-2.safetensors" in look(doctor.checkpoint, world.case())
+    (tmp_path / "model-2.safetensors").touch()
+    assert look(doctor.checkpoint, world.case()) == ""
+    world.model = "nobody/nothing"
+    assert "is not in" in look(doctor.checkpoint, world.case())
+
+
+def test_command_line_text_json_and_exit_codes() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kimi_k3_serve", "doctor", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    sound = run("--json")
+    assert sound.returncode == 0 and json.loads(sound.stdout)["failed"] is False
+    bad = run("--profile", "h200-8", "--topology", "tp8")
+    assert bad.returncode == 1
+    assert "fail  launch      the weights do not fit" in bad.stdout and "-> profiles that hold" in bad.stdout
