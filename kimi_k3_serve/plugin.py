@@ -39,6 +39,10 @@ def register() -> None:
         from kimi_k3_serve import cpu
 
         cpu.install()
+
+    from kimi_k3_serve import metrics
+
+    metrics.install()
     _lock_state = state
 
 
