@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -200,6 +200,8 @@ async def _warm_up(target: Target, trace: Trace, plan: Plan, stop: asyncio.Event
         prompt, text = (), "warm up " * (longest.prompt_tokens // 2)
     output_tokens = min(WARM_UP_TOKENS, longest.output_tokens)
     request = Request("warm-up", 0, "default", 0.0, output_tokens, prompt, text)
+    if longest.messages is not None:
+        request = replace(request, text=None, messages=({"role": "user", "content": text or ""},))
     alone = Trace(header={}, scale=trace.scale, sha256="", requests=(request,))
     spec = CellSpec(1.0, 0, f"warm-up-{secrets.token_hex(8)}", plan.request_timeout_s, plan.request_timeout_s)
     run = await run_cell(target, alone, spec, stop=stop)

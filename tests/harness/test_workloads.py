@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import small_trace
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from tokenizer import make_tokenizer
 
 from harness.arrivals import unit_times
 from harness.cli import main
@@ -144,17 +140,7 @@ def test_limit_classes_follow_prompt_lengths(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tokenizer_dir(tmp_path: Path) -> Path:
-    """A word for each id; every text gets a `<s>` in front, as with Llama; a template of two words a message."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, 98)}
-    tokenizer = Tokenizer(WordLevel(words | {"user": 98, "assistant": 99}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %} assistant"
-    fast.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return make_tokenizer(tmp_path / "model")
 
 
 def test_text_and_chat_are_counted_as_the_server_will(tokenizer_dir: Path, tmp_path: Path) -> None:
