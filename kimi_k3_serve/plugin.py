@@ -15,6 +15,7 @@ def register() -> None:
     Raises:
         SourceLockError: vLLM's text is not the locked one.
         ValueError: KIMI_K3_CPU_MLA has an unknown value.
+        PrefillKVError: KIMI_K3_PREFILL_KV asks for what this platform cannot do.
     """
     import os
 
@@ -39,6 +40,10 @@ def register() -> None:
         from kimi_k3_serve import cpu
 
         cpu.install()
+
+    from kimi_k3_serve.publish import hook
+
+    hook.install(current_platform.device_type)
 
     from kimi_k3_serve import metrics
 

@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kimi_k3_serve import __version__, cpu, plugin, proof
 from kimi_k3_serve.attention.cpu_mla import CPUDCPMLAImpl
+from kimi_k3_serve.publish import hook
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 
@@ -50,6 +51,7 @@ class ProvenCPUWorker(CPUWorker):
             "interleave": config.parallel_config.cp_kv_cache_interleave_size,
             "features": self.features(layers, dcp.world_size),
             "attention_backend": sorted({qualified_name(layer.attn_backend) for layer in layers}),
+            "prefill_kv": hook.state(),
             "kv_blocks": kv_cache.num_blocks,
             "kv_tokens": kv_tokens,
             "kv_bytes": sum(tensor.size for tensor in kv_cache.kv_cache_tensors),
@@ -69,15 +71,16 @@ class ProvenCPUWorker(CPUWorker):
         chunked = config.scheduler_config.enable_chunked_prefill
         budget = config.scheduler_config.max_num_batched_tokens
         custom_ops = config.compilation_config.custom_ops
+        prefill_kv = hook.state()
         return {
             "cpu_dcp_mla": verdict(owners, f"{len(layers)} MLA layers"),
             "owned_decode_collectives": verdict(
                 owners and unmanaged, "no layer holds an MLADCPManager" if unmanaged else "a layer holds one"
             ),
             "prefill_context_gather": verdict(
-                owners and dcp_world_size > 1,
-                "all-gather over gloo, then vLLM's reorganisation"
-                if dcp_world_size > 1
+                owners and dcp_world_size > 1 and bool(prefill_kv),
+                f"{prefill_kv['transport']} ({prefill_kv['reason']})"
+                if prefill_kv
                 else "one rank holds the whole context",
             ),
             "dcp_slot_mapping": verdict(

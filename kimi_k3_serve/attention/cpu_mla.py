@@ -10,9 +10,8 @@ output. One decode step, with W ranks of H heads each:
 3. exchange, so that each rank holds the W partials of its own H heads;
 4. merge the partials exactly (`merge_partials`).
 
-Prefill runs vLLM's context-parallel path unchanged: gather this rank's rows of a context chunk from the
-paged cache, all-gather them, put them in request order, attend. With W = 1 every step but the local
-attention falls away, so that TP and DCP arms differ in nothing else.
+Prefill context comes from the other ranks by publication over shared memory (`kimi_k3_serve/publish`).
+With W = 1 every step but the local attention falls away, so that TP and DCP arms differ in nothing else.
 """
 
 from typing import Any

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kimi_k3_serve.attention import cpu_mla
+from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.worker import ProvenCPUWorker
 
 FAULT_FILE = "KIMI_K3_TEST_FAULT_FILE"
@@ -31,7 +32,7 @@ class FaultyCPUWorker(ProvenCPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         worker, impl = self, cpu_mla.CPUDCPMLAImpl
-        exchange, attend, gather = impl.exchange_partials, cpu_mla.attend_paged, torch.ops._C_cache_ops
+        exchange, attend, publish = impl.exchange_partials, cpu_mla.attend_paged, Publisher.gather
 
         def exchange_partials(self: Any, output: torch.Tensor, lse: torch.Tensor) -> Any:
             if worker.fault == "dropped_shard" and worker.rank == 1:
@@ -48,16 +49,14 @@ class FaultyCPUWorker(ProvenCPUWorker):
                 block_table = replace_block(block_table)
             return attend(query, cache, block_table, *args, **kwargs)
 
-        from vllm import _custom_ops as ops
-
-        def cp_gather_cache(src_cache: Any, dst: Any, block_table: Any, *args: Any, **kwargs: Any) -> None:
+        def gather(self: Any, cache: Any, block_table: Any, *args: Any, **kwargs: Any) -> Any:
             if worker.fault == "context_block" and worker.rank == 0:
                 block_table = replace_block(block_table)
-            gather.cp_gather_cache(src_cache, dst, block_table, **signature(args, kwargs))
+            return publish(self, cache, block_table, *args, **kwargs)
 
         impl.exchange_partials = exchange_partials
         cpu_mla.attend_paged = attend_paged
-        ops.cp_gather_cache = cp_gather_cache
+        Publisher.gather = gather
         return times
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +69,3 @@ def replace_block(block_table: torch.Tensor) -> torch.Tensor:
     changed = block_table.clone()
     changed[:, REPLACED_BLOCK] = changed[:, 0]
     return changed
-
-
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(("cu_seq_lens", "batch_size", "seq_starts"), args, strict=False)) | kwargs

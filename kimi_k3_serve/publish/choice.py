@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way prefill KV takes in this engine: KIMI_K3_PREFILL_KV, what is possible, and why.
+
+auto        the first of multicast, peer, shared that every rank can use; else collective
+multicast, peer, shared   that one, or no start
+collective  all-gather of the cached bytes, then one indexed copy
+stock       vLLM's own text, untouched
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.publish.collective import Collective
+from kimi_k3_serve.publish.layout import Layout
+from kimi_k3_serve.publish.publisher import PrefillKV, Publisher, objection
+from kimi_k3_serve.symmetric.transport import PREFERENCE, allocate, choose
+
+SWITCH = "KIMI_K3_PREFILL_KV"
+TIMEOUT = "KIMI_K3_PUBLISH_TIMEOUT_S"
+CHOICES = ("auto", *PREFERENCE, "collective", "stock")
+CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class PrefillKVError(UserError):
+    """KIMI_K3_PREFILL_KV asks for what cannot work here."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, the same on every rank; `source` is None where vLLM's own text runs."""
+
+    transport: str
+    reason: str
+    source: PrefillKV | None
+    model_dtype: torch.dtype
+    scaled: bool
+    """The cache holds e4m3 that the consumer must scale."""
+
+
+def asked(device_type: str) -> str:
+    """The switch's value, checked as far as it can be without other ranks.
+
+    Raises:
+        PrefillKVError: an unknown value, or one that this kind of device can never do.
+    """
+    value = os.environ.get(SWITCH, "auto")
+    if value not in CHOICES:
+        raise PrefillKVError(f"{SWITCH}={value!r} is not known; use one of {', '.join(CHOICES)}")
+    impossible = {"cpu": ("multicast", "peer"), "cuda": ("shared",)}.get(device_type, ())
+    if value in impossible:
+        raise PrefillKVError(f"{SWITCH}={value} cannot work on {device_type}; use {SWITCH}=auto")
+    return value
+
+
+def timeout_s() -> float:
+    """How long a wait may last, seconds. Raises PrefillKVError where it is no positive number."""
+    text = os.environ.get(TIMEOUT, "300")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise PrefillKVError(f"{TIMEOUT}={text!r} is not a positive number of seconds")
+    return value
+
+
+def select(
+    *,
+    device_group: Any,
+    host_group: Any,
+    device: torch.device,
+    capacity: int,
+    latent: int,
+    rope: int,
+    cache_dtype: str,
+    model_dtype: torch.dtype,
+    ubatches: int,
+) -> Choice:
+    """Choose and build. Collective: every rank of the group calls it and gets the same choice.
+
+    Args:
+        capacity: rows of the largest chunk, N.
+        latent, rope: L and P, elements of a row.
+        cache_dtype: vLLM's name; "auto" is the model's.
+
+    Raises:
+        PrefillKVError: the forced transport cannot work, or ranks were configured differently.
+    """
+    value = asked(device.type)
+    everyone: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(everyone, value, group=host_group)
+    if len(set(everyone)) > 1:
+        raise PrefillKVError(f"{SWITCH} differs between ranks: {everyone}; set it alike for every worker")
+
+    dtype = model_dtype if cache_dtype == "auto" else CACHE_DTYPES.get(cache_dtype)
+    scaled = dtype == torch.float8_e4m3fn
+
+    def choice(transport: str, reason: str, source: PrefillKV | None) -> Choice:
+        return Choice(transport, reason, source, model_dtype, scaled)
+
+    if value == "stock":
+        return choice("stock", f"{SWITCH}=stock", None)
+    if dtype is None:
+        if value != "auto":
+            raise PrefillKVError(
+                f"{SWITCH}={value} cannot carry a KV cache of {cache_dtype}; use {SWITCH}=auto (vLLM's own all-gather)"
+            )
+        return choice("stock", f"a KV cache of {cache_dtype} is left to vLLM's own all-gather", None)
+
+    widths = (latent * dtype.itemsize, rope * dtype.itemsize)
+    transport: str | None = None
+    reasons: dict[str, str] = {}
+    if value != "collective":
+        if against := objection(dtype, *widths):
+            reasons = dict.fromkeys(PREFERENCE if value == "auto" else (value,), against)
+        else:
+            transport, reasons = choose(host_group, device, PREFERENCE if value == "auto" else (value,))
+    if transport is None and value in PREFERENCE:
+        raise PrefillKVError(f"{SWITCH}={value} cannot work here: {reasons[value]}; use {SWITCH}=auto")
+
+    passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if transport is None:
+        source: PrefillKV = Collective(device_group, dtype, latent)
+        return choice("collective", passed_over or f"{SWITCH}=collective", source)
+    layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)
+    region = allocate(transport, layout.nbytes, device_group, device, host_group=host_group)
+    source = Publisher(
+        region,
+        layout,
+        dtype,
+        transport=transport,
+        implementation="torch" if device.type == "cpu" else "triton",
+        timeout_s=timeout_s(),
+    )
+    return choice(transport, passed_over or f"{SWITCH}={value}", source)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one method of vLLM that the publication replaces, and where its publisher is made.
+
+`MLACommonBaseImpl._context_parallel_compute_prefill_context` serves the shared MLA layers, dense and sparse, and
+Kimi-K3's own layer, which passes its key concatenation. The publisher is made when the first metadata builder is:
+then every rank is there, the workspace's size is known, and a refusal still stops the start.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kimi_k3_serve.proof import mark_used
+from kimi_k3_serve.publish import verify
+from kimi_k3_serve.publish.choice import Choice, asked, select
+from kimi_k3_serve.publish.chunks import DeviceChunk, upload
+from kimi_k3_serve.publish.layout import SLOTS
+from kimi_k3_serve.publish.publisher import dequantise
+
+logger = logging.getLogger("vllm.kimi_k3_serve.publish")
+
+_choices: dict[tuple[Any, ...], Choice] = {}
+"""Builders of equal geometry (layers of one kind, ubatches) share a publisher: they run one after the other."""
+
+
+def install(device_type: str) -> None:
+    """Replace the method and make the publisher with the first metadata builder. Idempotent.
+
+    After `ownership.install`, which edits the same builder's text.
+
+    Raises:
+        PrefillKVError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do.
+    """
+    from vllm.model_executor.layers.attention import mla_attention
+
+    asked(device_type)
+    verify.asked()
+    impl, builder = mla_attention.MLACommonBaseImpl, mla_attention.MLACommonMetadataBuilder
+    stock = impl._context_parallel_compute_prefill_context
+    if getattr(stock, "publishes", False):
+        return
+    impl._context_parallel_compute_prefill_context = publishing(stock)
+    builder.__init__ = choosing(builder.__init__)
+
+
+def state() -> dict[str, str] | None:
+    """How prefill KV travels in this process, for the worker's proof; None where no context is sharded."""
+    for choice in _choices.values():
+        return {"transport": choice.transport, "reason": choice.reason}
+    return None
+
+
+def choosing(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `MLACommonMetadataBuilder.__init__`: its gathering manager also holds the choice, as `prefill_kv`."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.dcp_world_size > 1:
+            choice = self.dcp_manager.prefill_kv = choice_for(self)
+            if choice.source is not None and not verify.ON:
+                # Rows come straight from the paged cache: nothing reads vLLM's gather buffers, so give them back.
+                self.chunked_prefill_workspace = self.chunked_prefill_workspace[:0].clone()
+
+    return __init__
+
+
+def choice_for(builder: Any) -> Choice:
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    group, config = get_dcp_group(), builder.vllm_config
+    arguments = {
+        "device": torch.device(builder.device),
+        "capacity": builder.chunked_prefill_workspace_size,
+        "latent": builder.mla_dims.kv_lora_rank,
+        "rope": builder.mla_dims.qk_rope_head_dim,
+        "cache_dtype": config.cache_config.cache_dtype,
+        "model_dtype": config.model_config.dtype,
+        "ubatches": max(config.parallel_config.num_ubatches, 1),
+    }
+    key = (group.unique_name, *arguments.values())
+    if key not in _choices:
+        made = select(device_group=group.device_group, host_group=group.cpu_group, **arguments)
+        logger.info(
+            "Prefill KV by %s for chunks of up to %d rows (%s)",
+            made.transport,
+            builder.chunked_prefill_workspace_size,
+            made.reason,
+        )
+        _choices[key] = made
+    return _choices[key]
+
+
+def device_chunks(context: Any, choice: Choice) -> list[DeviceChunk]:
+    """The maps of this batch's chunks: made by its first layer, kept with its metadata for the others."""
+    kept = getattr(context, "device_chunks", None)
+    if kept is not None:
+        return kept  # type: ignore[no-any-return]
+    assert choice.source is not None
+    group = context.dcp_manager.group
+    made = upload(
+        [
+            (chunk.padded_local_seq_lens, chunk.local_context_lens_allranks, chunk.local_starts)
+            for chunk in context.chunks
+        ],
+        rank=group.rank_in_group,
+        world_size=group.world_size,
+        device=context.workspace.device,
+        gathered=choice.source.needs_gathered_rows,
+    )
+    context.device_chunks = made
+    return made
+
+
+def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement: vLLM's loop over context chunks, with rows taken from the publisher."""
+
+    @functools.wraps(stock)
+    def _context_parallel_compute_prefill_context(
+        self: Any,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        k_scale: torch.Tensor,
+        dcp_world_size: int,
+        fused_mla_kv_concat_fn: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from vllm.model_executor.layers.attention import mla_attention as mla
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+
+        prefill = attn_metadata.prefill
+        context = prefill.chunked_context
+        choice = getattr(context.dcp_manager, "prefill_kv", None)
+        if choice is None or choice.source is None:
+            answer: tuple[torch.Tensor, torch.Tensor] = stock(
+                self,
+                q,
+                kv_c_and_k_pe_cache,
+                attn_metadata,
+                k_scale,
+                dcp_world_size,
+                fused_mla_kv_concat_fn,
+            )
+            return answer
+
+        fp8_prefill = prefill.q_data_type == current_platform.fp8_dtype()
+        projection_dtype = mla._get_kv_b_proj_input_dtype(self.kv_b_proj, fp8_prefill)
+        output = output_lse = None
+        for chunk, rows in zip(context.chunks, device_chunks(context, choice), strict=True):
+            block_table = prefill.block_table[chunk.request_slice]
+            kv_c, k_pe = choice.source.gather(
+                kv_c_and_k_pe_cache,
+                block_table,
+                rows,
+                slot=chunk.index % SLOTS,
+                ubatch=dbo_current_ubatch_id(),
+            )
+            if choice.scaled:
+                kv_c, k_pe = dequantise(kv_c, k_pe, k_scale, choice.model_dtype)
+            if verify.ON:
+                verify.compare(self, chunk, kv_c_and_k_pe_cache, block_table, context, k_scale, kv_c, k_pe)
+            k_pe = k_pe.unsqueeze(1)
+            if projection_dtype is not None:
+                kv_c = kv_c.to(projection_dtype)
+
+            # From here on as upstream.
+            kv_nope = self.kv_b_proj(kv_c)[0].view(
+                -1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
+            )
+            if fused_mla_kv_concat_fn is not None:
+                k, v = fused_mla_kv_concat_fn(kv_nope, k_pe, fp8_prefill)
+            else:
+                if fp8_prefill:
+                    kv_nope, k_pe = kv_nope.to(prefill.q_data_type), k_pe.to(prefill.q_data_type)
+                k_nope, v = kv_nope.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+                k = self._concat_k_nope_k_pe(k_nope, k_pe)
+            partial, lse = prefill.prefill_backend.run_prefill_context_chunk(
+                chunk=chunk, q=q[chunk.token_slice], k=k, v=v
+            )
+            if output is None:
+                if len(context.chunks) == 1 and not context.empty_token_slices:
+                    output, output_lse = partial, lse
+                    break
+                output, output_lse = mla.init_mla_context_partial(
+                    context, partial, lse, num_tokens=q.shape[0]
+                )
+            mla.accumulate_mla_context_chunk(chunk, partial, lse, output, output_lse)
+        mark_used("prefill_context_gather")
+        mark_used(f"prefill_kv_{choice.transport}")
+        assert output is not None and output_lse is not None
+        return output, output_lse
+
+    _context_parallel_compute_prefill_context.publishes = True  # type: ignore[attr-defined]
+    return _context_parallel_compute_prefill_context

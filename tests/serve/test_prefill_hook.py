@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kimi_k3_serve.publish import choice, verify
+from kimi_k3_serve.publish.choice import PrefillKVError
+
+
+def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
+    """Through every transport of the CPU; and the check of a running engine finds one wrong bit."""
+    cases = ["2:auto:fp32", "4:shared:bf16", "2:collective:bf16", "2:stock:fp32", "2:verify:bf16"]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("prefill_ranks.py")), *cases],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert [line for line in done.stdout.splitlines() if line in cases] == cases, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "message"),
+    [
+        ("nvls", "cpu", "'nvls' is not known; use one of auto, multicast, peer, shared, collective, stock"),
+        ("peer", "cpu", "KIMI_K3_PREFILL_KV=peer cannot work on cpu; use KIMI_K3_PREFILL_KV=auto"),
+        ("multicast", "cpu", "cannot work on cpu"),
+        ("shared", "cuda", "cannot work on cuda"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_at_once(
+    value: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(choice.SWITCH, value)
+    with pytest.raises(PrefillKVError, match=message):
+        choice.asked(device)
+
+
+def test_switches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.TIMEOUT, "soon")
+    with pytest.raises(PrefillKVError, match="'soon' is not a positive number of seconds"):
+        choice.timeout_s()
+    monkeypatch.setenv(verify.SWITCH, "yes")
+    with pytest.raises(Exception, match="KIMI_K3_VERIFY_PREFILL_KV='yes' is not known; use 0 or 1"):
+        verify.asked()
