@@ -25,7 +25,8 @@ def locate(model: str) -> Path:
         return Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError):
         raise UserError(
-            f"{model} is not in {cache()}; run kimi-k3 download --model {model}, or give a checkpoint's folder"
+            f"{model} is not in {cache()} or not whole there; run kimi-k3 download --model {model},"
+            " or give a checkpoint's folder"
         ) from None
 
 
@@ -58,13 +59,13 @@ def download(model: str, revision: str | None = None, *, offline: bool = False) 
 
 
 def fetch(model: str, revision: str | None) -> Path:
-    import requests
+    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, requests.RequestException, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{model} was not downloaded whole ({cause[:160]}); what came is kept, run it again to resume"
