@@ -32,18 +32,3 @@ def named(name: str) -> Any:
 
     install()
     return AttentionBackendEnum[name]
-
-
-def broken_stock(backend: str | None, dcp: int, comm_backend: str | None) -> str | None:
-    """Why vLLM 0.32.0's own decode path breaks with these arguments, and the remedy; None where it does not.
-
-    Args:
-        backend: `--attention-backend`, or None where vLLM picks (FLASH_ATTN_MLA on Hopper).
-        comm_backend: `--dcp-comm-backend`, or None for vLLM's default (ag_rs).
-    """
-    if dcp > 1 and comm_backend == "a2a" and backend in (None, "FLASH_ATTN_MLA"):
-        return (
-            "FLASH_ATTN_MLA with --dcp-comm-backend a2a dies at the first decode step (its LSE is transposed, vllm "
-            "issue 54305); use --attention-backend PEER_FLASH_ATTN_MLA, or FLASHMLA for stock"
-        )
-    return None

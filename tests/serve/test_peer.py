@@ -11,7 +11,6 @@ import peer_oracle
 import pytest
 import torch
 
-from kimi_k3_serve.attention.backends import broken_stock
 from kimi_k3_serve.attention.merge import merge_partials
 from kimi_k3_serve.attention.peer_exchange import BLOCKS, Geometry, PeerExchange
 from kimi_k3_serve.symmetric.region import LocalRegion
@@ -57,24 +56,6 @@ def test_a_registered_backend_survives_a_spawned_process() -> None:
     script = "import pickle, sys; print(*(m.name for m in pickle.loads(sys.stdin.buffer.read())))"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(members), capture_output=True)
     assert done.stdout.decode().split() == [member.name for member in members], done.stderr
-
-
-@pytest.mark.parametrize(
-    ("backend", "dcp", "comm", "broken"),
-    [
-        ("FLASH_ATTN_MLA", 2, "a2a", True),
-        (None, 8, "a2a", True),
-        ("FLASH_ATTN_MLA", 1, "a2a", False),
-        ("FLASH_ATTN_MLA", 2, "ag_rs", False),
-        ("FLASH_ATTN_MLA", 2, None, False),
-        ("FLASHMLA", 2, "a2a", False),
-        ("PEER_FLASH_ATTN_MLA", 2, "a2a", False),
-    ],
-)
-def test_the_stock_combination_that_dies_is_known(
-    backend: str | None, dcp: int, comm: str | None, broken: bool
-) -> None:
-    assert (broken_stock(backend, dcp, comm) is not None) == broken
 
 
 @pytest.mark.parametrize(("arch", "world_size"), [(90, 2), (90, 8), (100, 4)])
