@@ -83,6 +83,7 @@ def test_summary_of_samples() -> None:
         "waiting_capacity_mean": 1.5,
         "running_max": 4,
         "engine_restarted": False,
+        "process_start_unix_s": 9,
     }
     assert summarise_samples([]) == dict.fromkeys(summary) | {
         "available": False,
