@@ -160,6 +160,27 @@ async def generate_one_token(url: str, api_key: str | None) -> None:
         raise UserError(f"{url} answered a request for one token with none")
 
 
+def command_line(container: Container) -> list[str]:
+    """The `docker run` that a container amounts to, for people; the engine itself goes through docker-py."""
+    words = ["docker", "run", "--rm", "--network", container.network_mode]
+    if container.gpus:
+        words += ["--gpus", container.gpus if container.gpus == "all" else f"device={container.gpus}"]
+    words += ["--ipc", container.ipc_mode] if container.ipc_mode else []
+    words += ["--shm-size", container.shm_size] if container.shm_size else []
+    words += ["--user", container.user] if container.user else []
+    words += ["--read-only"] if container.read_only else []
+    words += ["--init"] if container.init else []
+    for name, value in container.ulimits.items():
+        words += ["--ulimit", f"{name}={value}"]
+    for option, values in (("--cap-drop", container.cap_drop), ("--security-opt", container.security_opt)):
+        words += [word for value in values for word in (option, value)]
+    for target, options in container.tmpfs.items():
+        words += ["--tmpfs", f"{target}:{options}"]
+    for source, mount in container.volumes.items():
+        words += ["--volume", f"{source}:{mount['bind']}:{mount['mode']}"]
+    return [*words, container.image, *container.command]
+
+
 def require_image(image: str) -> None:
     """Raises UserError where there is no Docker engine to ask, or it does not have the image."""
     try:
