@@ -45,7 +45,9 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
         arms += [{**a, "name": f"{label}:{a['name']}"} for a in wanted]
         kept = {a["name"] for a in wanted}
         cells += [_relabelled(cell, label) for cell in store.cells() if cell.key.arm in kept]
-    return {**manifests[0], "arms": arms, "notes": _notes(manifests, labels), "parity": None}, cells
+    refused = [m["parity"] for m in manifests if m.get("parity") and not m["parity"]["ok"]]
+    parity = refused[0] if refused else None  # what one run refused is no result beside another run either
+    return {**manifests[0], "arms": arms, "notes": _notes(manifests, labels), "parity": parity}, cells
 
 
 def _labels(first: Path, second: Path) -> tuple[str, str]:

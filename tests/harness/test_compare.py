@@ -64,3 +64,13 @@ def test_a_run_beside_itself_keeps_two_names(tmp_path: Path, capsys: pytest.Capt
     assert main(["compare", folder, folder, "--arm", "tp2"]) == 0
     assert "a-2:tp2 - a-1:tp2 | 1   | 6     | +0.0000" in capsys.readouterr().out
     assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["arms"][0]["name"] == "tp2"
+
+
+def test_a_run_that_parity_refused_is_no_result_beside_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"ok": False, "compared": 1, "diverged": [], "refusal": "parity refused: prompt p0"}
+    broken = run(tmp_path / "b", 0.3, parity=refused)
+    assert main(["compare", run(tmp_path / "a", 0.0), broken]) == 0
+    printed = capsys.readouterr().out
+    assert "**parity refused: prompt p0**" in printed and "highest passing QPS" not in printed
