@@ -67,9 +67,7 @@ class PeerDecode:
                 rope=self.qk_rope_head_dim,
                 query_dtype=torch.float8_e4m3fn if fp8 else dtype,
                 output_dtype=dtype,
-                max_tokens=int(
-                    os.environ.get(MAX_TOKENS, min(512, get_dcp_workspace_max_num_tokens(config)))
-                ),
+                max_tokens=max_tokens(config),
                 ubatches=max(config.parallel_config.num_ubatches, 1),
             )
             self.collectives = decode_collectives(get_dcp_group(), geometry, self.transports)
@@ -152,6 +150,20 @@ class DecodeCollectives:
             query_start_loc=query_start_loc,
         )
         return merged
+
+
+def max_tokens(config: Any) -> int:
+    """Tokens that the exchange holds: as asked for, else vLLM's largest decode batch up to 512.
+
+    Raises:
+        ValueError: the environment asks for something else than a positive whole number.
+    """
+    asked = os.environ.get(MAX_TOKENS)
+    if asked is None:
+        return min(512, int(get_dcp_workspace_max_num_tokens(config)))
+    if not asked.isdecimal() or int(asked) == 0:
+        raise ValueError(f"{MAX_TOKENS}={asked!r} is not a positive whole number of tokens")
+    return int(asked)
 
 
 @functools.cache

@@ -161,7 +161,8 @@ class PeerExchange:
             VALUE=g.latent,
             ROWS=rows,
             BLOCKS=BLOCKS,
-            SEQS=1 << max(requests - 1, 0).bit_length(),
+            # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
+            SEQS=power_of_two(max(g.max_tokens, requests)),
             BASE_E=base_e,
             MASK=masked,
         )
@@ -170,7 +171,7 @@ class PeerExchange:
     def grid(self, tokens: int) -> tuple[int, int]:
         """Blocks of a launch, and rows a block moves at a time: the same on every rank."""
         total = tokens * self.geometry.heads
-        rows = min(ROWS, 1 << max(math.ceil(total / self.blocks) - 1, 0).bit_length())
+        rows = min(ROWS, power_of_two(math.ceil(total / self.blocks)))
         return min(self.blocks, -(-total // rows)), rows
 
     def check(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -181,6 +182,11 @@ class PeerExchange:
             )
         if not 0 < shape[0] <= self.geometry.max_tokens:
             raise ValueError(f"{shape[0]} tokens; this exchange holds 1 to {self.geometry.max_tokens}")
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number` (at least 1)."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

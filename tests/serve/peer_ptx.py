@@ -51,5 +51,5 @@ if __name__ == "__main__":
     arch, world = int(sys.argv[1]), int(sys.argv[2])
     shape = {"W": world, "ROWS": 8, "BLOCKS": 128}
     print(json.dumps(ptx(kernels.gather_query, GATHER, {**shape, "NOPE": 512, "ROPE": 64}, arch)))
-    constants = {**shape, "VALUE": 512, "SEQS": 64, "BASE_E": True, "MASK": True}
+    constants = {**shape, "VALUE": 512, "SEQS": 512, "BASE_E": True, "MASK": True}
     print(json.dumps(ptx(kernels.merge_partials, MERGE, constants, arch)))
