@@ -5,15 +5,12 @@ Differences between arms are in paired.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from scipy.stats import binom, binomtest
 
 CONFIDENCE = 0.95
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -75,29 +72,6 @@ def share_interval(count: int, n: int) -> Interval:
     """Clopper and Pearson's exact interval of a share, `count` of `n` requests taken as independent."""
     ends = binomtest(count, n).proportion_ci(CONFIDENCE, method="exact")
     return Interval(float(ends.low), float(ends.high))
-
-
-@dataclass(frozen=True)
-class PairedDelta:
-    """Differences over `n` pairs; the median is None where it falls on a pair with a failure."""
-
-    n: int
-    median_s: float | None
-
-
-def paired_delta(first: Mapping[Key, float], other: Mapping[Key, float]) -> PairedDelta:
-    """Median over requests of other - first, in seconds; failures are infinite.
-
-    A request that failed in one arm only counts as an infinite difference against that arm; one that failed
-    in both arms says nothing and is left out.
-    """
-    pairs = [(first[key], other[key]) for key in first.keys() & other.keys()]
-    deltas = sorted(b - a for a, b in pairs if math.isfinite(a) or math.isfinite(b))
-    if not deltas:
-        return PairedDelta(0, None)
-    low, high = deltas[(len(deltas) - 1) // 2], deltas[len(deltas) // 2]
-    median = (low + high) / 2 if math.isfinite(low) and math.isfinite(high) else None
-    return PairedDelta(len(deltas), median)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:

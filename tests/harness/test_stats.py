@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from harness.stats import (
     order_statistic,
-    paired_delta,
     percentile,
     percentile_interval,
     share_interval,
@@ -42,23 +41,6 @@ def test_failures_are_not_dropped() -> None:
     """Dropping the failure would leave a median of 1."""
     assert percentile([1.0, 2.0, math.inf], 50) == 2.0
     assert percentile([1.0, math.inf, math.inf], 50) is None
-
-
-def test_paired_delta_pairs_by_key() -> None:
-    delta = paired_delta({"a": 1.0, "b": 2.0, "c": 3.0}, {"c": 3.5, "a": 3.0, "b": 3.0})
-    assert (delta.n, delta.median_s) == (3, 1.0)
-
-
-def test_paired_delta_counts_a_failure_against_its_arm() -> None:
-    first = {"a": 1.0, "b": 1.0, "c": 1.0, "d": math.inf, "e": 1.0}
-    other = {"a": 2.0, "b": 3.0, "c": math.inf, "d": math.inf, "x": 1.0}
-    delta = paired_delta(first, other)
-    assert (delta.n, delta.median_s) == (3, 2.0)
-
-
-def test_paired_delta_without_a_finite_median() -> None:
-    assert paired_delta({"a": 1.0, "b": 1.0}, {"a": math.inf, "b": 1.0}).median_s is None
-    assert paired_delta({}, {}).n == 0
 
 
 def test_slope() -> None:
