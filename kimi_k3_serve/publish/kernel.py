@@ -194,8 +194,8 @@ def wait_kernel(
     """Wait until every rank has signalled this ubatch's epoch in a slot. One program.
 
     Args:
-        report_ptr: [3] int64 in memory that the host can read when the context is lost: after `limit_ns`
-            nanoseconds (0: no limit) it gets the missing rank + 1, its last epoch, and the epoch waited for.
+        report_ptr: [4] int64 in memory that the host can read when the context is lost: after `limit_ns`
+            nanoseconds (0: no limit) it gets the missing rank + 1, its last epoch, the epoch waited for, slot_offset.
         LANES: WORLD_SIZE rounded up to a power of two.
     """
     source = tl.arange(0, LANES)
@@ -221,6 +221,7 @@ def wait_kernel(
         last = tl.sum(tl.where(source == missing, seen, 0), axis=0)
         tl.store(report_ptr + 1, last)
         tl.store(report_ptr + 2, epoch)
+        tl.store(report_ptr + 3, slot_offset)
         tl.store(report_ptr, missing.to(tl.int64) + 1)
         if PTX:
             trap()

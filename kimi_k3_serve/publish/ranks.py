@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kimi_k3_serve.publish.chunks import DeviceChunk
-from kimi_k3_serve.publish.layout import Layout
+from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.symmetric.shared import fence
 
@@ -121,9 +121,8 @@ class TritonRank:
         self.epochs = torch.zeros(layout.ubatches, dtype=torch.int64, device=device)
         self.finished = torch.zeros(layout.ubatches, dtype=torch.int32, device=device)
         # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
-        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.report = torch.zeros(4, dtype=torch.int64, pin_memory=self.on_gpu)
         self.programs = 3  # in the interpreter, one after the other
-        self.waiting = (0, 0)
         if self.on_gpu:
             self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
             threading.Thread(target=self.watch, name="publish-watch", daemon=True).start()
@@ -161,7 +160,6 @@ class TritonRank:
         )
 
     def wait(self, slot: int, ubatch: int) -> None:
-        self.waiting = (slot, ubatch)
         # A captured wait may replay long after its peers' last step: it is not bounded.
         unbounded = self.on_gpu and torch.cuda.is_current_stream_capturing()
         self.kernel.wait_kernel[(1,)](
@@ -181,9 +179,10 @@ class TritonRank:
 
     def raise_if_late(self) -> None:
         if (missing := int(self.report[0])) > 0:
-            last, epoch = self.report[1:].tolist()
+            last, epoch, offset = self.report[1:].tolist()
+            ubatch, slot = divmod(offset // self.layout.slot_bytes, SLOTS)
             raise RendezvousTimeout(
-                timeout_text(self.region.rank, missing - 1, *self.waiting, epoch, last, self.timeout_s)
+                timeout_text(self.region.rank, missing - 1, slot, ubatch, epoch, last, self.timeout_s)
             )
 
     def watch(self) -> None:

@@ -30,6 +30,8 @@ from kimi_k3_serve.symmetric import allocate
 
 LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
 DELAY_S = 0.1
+MUTATION_DELAY_S = 0.8
+"""Once, where the fault must show: long enough for a rank that shares its core with others."""
 SENTINEL = 0x7A
 
 
@@ -214,16 +216,23 @@ def lifetimes(
     late = rank == world_size - 1
     push, wait, epochs = source.rank.push, source.rank.wait, source.rank.epochs  # type: ignore[attr-defined]
 
+    at = (0, 0)
+
+    def delay(here: str) -> None:
+        if late and here == where:
+            if not mutate:
+                time.sleep(DELAY_S)
+            elif at == (0, 1 if mutate == "one slot" else 2):
+                time.sleep(MUTATION_DELAY_S)
+
     def delayed_push(*arguments: Any) -> None:
-        if late and where == "before publishing":
-            time.sleep(DELAY_S)
+        delay("before publishing")
         if mutate == "frozen epoch":
             epochs[0] = 0
         push(*arguments)
 
     def delayed_wait(*arguments: Any) -> None:
-        if late and where == "before waiting":
-            time.sleep(DELAY_S)
+        delay("before waiting")
         if mutate != "no wait":
             wait(*arguments)
 
@@ -233,9 +242,9 @@ def lifetimes(
         # Other rows in each layer, so that a stale plane cannot pass for a fresh one.
         world.raw.bitwise_xor_(0x11 * (layer + 1))
         for index in range(3):
+            at = (layer, index)
             planes = world.gather(source, index, 0 if mutate == "one slot" else index % SLOTS)
-            if late and where == "while consuming":
-                time.sleep(DELAY_S)
+            delay("while consuming")
             try:
                 world.compare(index, planes)
             except Differs as error:

@@ -7,32 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.model_executor.layers.attention.mla_attention import (
-    build_mla_chunked_context_metadata,
-    reorg_kvcache,
-)
+from context_cases import chunks, geometry
+from vllm.model_executor.layers.attention.mla_attention import reorg_kvcache
 
 from kimi_k3_serve.context_map import PADDING, build_context_map, gathered_rows
 
 WORLDS, INTERLEAVES = (2, 4, 8, 16), (1, 4, 16, 64)
-CASES_EACH = 64  # x 16 combinations: 1,024 batches, about 4 chunks each
-
-
-def chunks(contexts: list[int], world_size: int, interleave: int, workspace: int) -> list[Any]:
-    """vLLM's chunks of a batch of prefills."""
-    metadata = build_mla_chunked_context_metadata(
-        context_lens_cpu=torch.tensor(contexts, dtype=torch.int32),
-        prefill_query_start_loc_cpu=torch.arange(len(contexts) + 1, dtype=torch.int32) * 3,
-        chunked_prefill_workspace=torch.empty(0),
-        chunked_prefill_workspace_size=workspace,
-        block_size=interleave,
-        align_chunk_to_block=True,
-        device=torch.device("cpu"),
-        dcp_world_size=world_size,
-        dcp_local_block_size=interleave,
-        dcp_virtual_block_size=interleave * world_size,
-    )
-    return metadata.chunks if metadata is not None else []
+CASES_EACH = 48  # x 16 combinations: 768 batches of 2 to 3 chunks, each mapped by W ranks
 
 
 def batches(world_size: int, interleave: int) -> Iterator[list[Any]]:
@@ -46,10 +27,6 @@ def batches(world_size: int, interleave: int) -> Iterator[list[Any]]:
         contexts[generator.integers(requests)] = generator.integers(1, longest + 1)
         workspace = unit * int(generator.integers(1, 9))
         yield chunks(contexts.tolist(), world_size, interleave, workspace)
-
-
-def geometry(chunk: Any) -> tuple[Any, Any, Any]:
-    return chunk.padded_local_seq_lens, chunk.local_context_lens_allranks, chunk.local_starts
 
 
 @pytest.mark.parametrize("interleave", INTERLEAVES)
@@ -78,15 +55,15 @@ def test_rows_are_where_reorg_kvcache_puts_them(world_size: int, interleave: int
         published = np.full(chunk.num_context_tokens, PADDING)
         published[destinations[kept]] = kept
         # Every destination exactly once, padding never, and row for row what stock yields.
-        assert sorted(destinations[kept]) == list(range(chunk.num_context_tokens))
-        assert published.tolist() == expected.flatten().tolist()
-        assert gathered_rows(*geometry(chunk), world_size=world_size).tolist() == published.tolist()
+        assert np.array_equal(np.sort(destinations[kept]), np.arange(chunk.num_context_tokens))
+        assert np.array_equal(published, expected.flatten())
+        assert np.array_equal(gathered_rows(*geometry(chunk), world_size=world_size), published)
         for m in maps:
             assert m.rows.dtype == np.int32 and m.rows.flags.c_contiguous
-            assert m.requests.tolist() == chunk.padded_local_token_to_seq.tolist()
+            assert np.array_equal(m.requests, chunk.padded_local_token_to_seq)
             starts = np.asarray(chunk.local_starts)[m.requests]
             begins = chunk.padded_local_cu_seq_lens.numpy()[m.requests]
-            assert m.positions.tolist() == (starts + np.arange(local_rows) - begins).tolist()
+            assert np.array_equal(m.positions, starts + np.arange(local_rows) - begins)
         seen["continuation"] += chunk.is_continuation
         seen["empty shard"] += any(not (m.destination_rows >= 0).any() for m in maps)
         seen["padding"] += bool((destinations == PADDING).any())

@@ -17,7 +17,7 @@ def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
         [sys.executable, str(Path(__file__).with_name("prefill_ranks.py")), *cases],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert [line for line in done.stdout.splitlines() if line in cases] == cases, done.stderr[-3000:]

@@ -25,7 +25,7 @@ def interpreted(script: str, *arguments: str) -> Any:
         [sys.executable, str(HERE / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
