@@ -8,5 +8,6 @@ kernel.py       Triton: publish (multicast or peer), wait, dequantise
 ranks.py        one rank's push and wait: Triton, and PyTorch for the CPU
 publisher.py    slots, capacity, what cannot be published and why
 collective.py   the fallback: all-gather, then take rows
+choice.py       KIMI_K3_PREFILL_KV: which transport, and why
 hook.py         the one method of vLLM that this replaces; verify.py compares it with stock, byte for byte
 """

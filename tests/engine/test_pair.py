@@ -33,5 +33,6 @@ def test_a_short_real_pair(tmp_path: Path) -> None:
         )
         assert all(cell["n"] == 8 and cell["failed"] == 0 for cell in arm["cells"])
     proof = json.loads((run / "proof" / "dcp2" / "rank-1.json").read_text())
-    assert set(proof["used"]) == {"decode_merge", "prefill_context_gather"}
+    assert set(proof["used"]) == {"decode_merge", "prefill_context_gather", "prefill_kv_shared"}
+    assert proof["prefill_kv"]["transport"] == "shared"
     assert "| dcp2" in done.stdout and (run / "plots" / "ttft.png").exists()

@@ -112,7 +112,9 @@ def test_a_healthy_dcp_engine_passes(faulty, model, prompts, reference) -> None:
     verdict = judge(engine, model, prompts, reference)
     assert verdict.ok, verdict.refusal()
     proofs = [json.loads((folder / "proof" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert all({"prefill_context_gather", "decode_merge"} <= set(proof["used"]) for proof in proofs)
+    used = {"prefill_context_gather", "prefill_kv_shared", "decode_merge"}
+    assert all(used <= set(proof["used"]) for proof in proofs)
+    assert all(proof["prefill_kv"]["transport"] == "shared" for proof in proofs)
 
 
 @pytest.mark.parametrize(
