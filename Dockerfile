@@ -71,6 +71,9 @@ WORKDIR /cache
 ENTRYPOINT ["kimi-k3"]
 
 FROM runtime AS serve-cpu
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
 COPY --from=install /opt/kimi-k3 /opt/kimi-k3
 STOPSIGNAL SIGTERM
 EXPOSE 8000

@@ -66,7 +66,7 @@ class Server:
         facts: dict[str, object] = json.loads(docker("inspect", self.container).stdout)[0]
         return facts
 
-    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+    def wait_healthy(self, timeout_s: float = 420.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             state = self.inspect()["State"]
