@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A float32 run of an all-MLA Kimi-Linear slice with the weights of `weights.py`: what vLLM's answers are held against.
+
+    python -m kimi_k3_serve.slice_reference --model SLICE_FOLDER --prompts FILE --out FILE [--device cuda]
+
+Files as those of `kimi-k3 reference`. Written from the model's definition, without vLLM: plain attention over
+per-head keys and values, no absorption, no sharding, no cache of latents. Weights are rounded to the model's dtype
+first, as vLLM holds them. KDA layers, attention residuals and SiTU are not in it; it refuses a configuration that
+has them.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+
+from kimi_k3_serve.weights import tensors, values
+
+QUERIES = 512  # attended at a time: 96 heads x 512 x 8,192 keys are 1.6 GB of scores
+
+Cache = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class SliceReference:
+    """The whole slice on one device."""
+
+    def __init__(self, config: Any, device: torch.device | str = "cpu") -> None:
+        """Raises ValueError: the configuration has a part that this reference does not."""
+        linear_layers = (config.linear_attn_config or {}).get("kda_layers") or []
+        for found, part in [
+            (config.model_type != "kimi_linear", f"model_type {config.model_type!r}"),
+            (bool(linear_layers), "KDA layers"),
+            (config.attn_res_block_size is not None, "attention residuals"),
+            (config.hidden_act != "silu", f"activation {config.hidden_act!r}"),
+            (config.q_lora_rank is None, "queries without q-LoRA"),
+            (config.moe_router_activation_func != "sigmoid", "a router that is not sigmoid"),
+            (not config.mla_use_nope, "RoPE"),
+        ]:
+            if found:
+                raise ValueError(f"the reference has no {part}")
+        self.config, self.device = config, torch.device(device)
+        self.weights: dict[str, torch.Tensor] = {}
+        for name, shape in tensors(config):
+            tensor = values(name, shape, device)
+            kept_float32 = name.endswith("e_score_correction_bias")
+            self.weights[name] = tensor if kept_float32 else tensor.to(config.dtype).float()
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], cache: Cache) -> torch.Tensor:
+        """[vocabulary] after the last of `tokens`, which follow what `cache` holds; the cache grows."""
+        weights = self.weights
+        x = weights["model.embed_tokens.weight"][torch.tensor(tokens, device=self.device)]
+        for index in range(self.config.num_hidden_layers):
+            prefix = f"model.layers.{index}"
+            x = x + self.attention(
+                f"{prefix}.self_attn", self.norm(x, f"{prefix}.input_layernorm"), cache, index
+            )
+            normed = self.norm(x, f"{prefix}.post_attention_layernorm")
+            routed = f"{prefix}.block_sparse_moe.gate.weight" in weights
+            x = x + (
+                self.moe(f"{prefix}.block_sparse_moe", normed)
+                if routed
+                else self.mlp(f"{prefix}.mlp", normed)
+            )
+        return linear(self.norm(x[-1:], "model.norm"), weights["lm_head.weight"])[0]
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return x * scale * self.weights[f"{name}.weight"]
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weights[f"{name}.weight"])
+
+    def attention(self, prefix: str, x: torch.Tensor, cache: Cache, index: int) -> torch.Tensor:
+        """Causal MLA of the tokens in x [T, hidden] over themselves and what the cache holds."""
+        c, count = self.config, len(x)
+        latent_query = self.norm(self.project(f"{prefix}.q_a_proj", x), f"{prefix}.q_a_layernorm")
+        query = self.project(f"{prefix}.q_b_proj", latent_query).view(count, c.num_attention_heads, -1)
+        rows = self.project(f"{prefix}.kv_a_proj_with_mqa", x)
+        latent, shared = rows[:, : c.kv_lora_rank], rows[:, c.kv_lora_rank :]
+        pair = self.project(f"{prefix}.kv_b_proj", self.norm(latent, f"{prefix}.kv_a_layernorm"))
+        pair = pair.view(count, c.num_attention_heads, -1)
+        nope, value = pair[..., : c.qk_nope_head_dim], pair[..., c.qk_nope_head_dim :]
+        key = torch.cat([nope, shared.unsqueeze(1).expand(-1, c.num_attention_heads, -1)], -1)
+        if index in cache:
+            key, value = torch.cat([cache[index][0], key]), torch.cat([cache[index][1], value])
+        cache[index] = key, value
+
+        past = len(key) - count
+        positions = torch.arange(len(key), device=self.device)
+        outputs = []
+        for start in range(0, count, QUERIES):
+            part = query[start : start + QUERIES]
+            scores = torch.einsum("qhd,khd->hqk", part, key) * query.shape[-1] ** -0.5
+            last = past + start + torch.arange(len(part), device=self.device)
+            scores.masked_fill_(positions > last.unsqueeze(1), -torch.inf)
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+        output = torch.cat(outputs).flatten(1)
+        if c.mla_use_output_gate:
+            output = output * self.project(f"{prefix}.g_proj", x).sigmoid()
+        return self.project(f"{prefix}.o_proj", output)
+
+    def mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        inner = silu(self.project(f"{prefix}.gate_proj", x)) * self.project(f"{prefix}.up_proj", x)
+        return self.project(f"{prefix}.down_proj", inner)
+
+    def moe(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        """Sigmoid router, corrected for the choice only; routed experts in the latent, shared ones beside."""
+        c = self.config
+        scores = self.project(f"{prefix}.gate", x).sigmoid()
+        biased = scores + self.weights[f"{prefix}.gate.e_score_correction_bias"]
+        chosen = biased.topk(c.num_experts_per_token, -1).indices
+        share = scores.gather(-1, chosen)
+        if c.moe_renormalize:
+            share = share / share.sum(-1, keepdim=True)
+        share = share * c.routed_scaling_factor
+
+        latent = (
+            x if c.routed_expert_hidden_size is None else self.project(f"{prefix}.routed_expert_down_proj", x)
+        )
+        routed = torch.zeros_like(latent)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            name = f"{prefix}.experts.{expert}"
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            inner = silu(self.project(f"{name}.w1", latent[token])) * self.project(
+                f"{name}.w3", latent[token]
+            )
+            routed.index_add_(0, token, self.project(f"{name}.w2", inner) * share[token, slot].unsqueeze(-1))
+        if c.routed_expert_hidden_size is not None:
+            if c.latent_moe_use_norm:
+                routed = self.norm(routed, f"{prefix}.routed_expert_norm")
+            routed = self.project(f"{prefix}.routed_expert_up_proj", routed)
+        return routed + self.mlp(f"{prefix}.shared_experts", x) if c.num_shared_experts else routed
+
+
+def read_config(folder: Path) -> Any:
+    """config.json with the defaults that this reference asks about; `dtype` as a torch dtype."""
+    defaults: dict[str, Any] = {
+        "attn_res_block_size": None,
+        "latent_moe_use_norm": False,
+        "moe_renormalize": True,
+    }
+    defaults |= {"moe_layer_freq": 1, "first_k_dense_replace": 0, "routed_expert_hidden_size": None}
+    defaults |= {"linear_attn_config": None, "moe_router_activation_func": "sigmoid", "q_lora_rank": None}
+    defaults |= {"mla_use_nope": False, "mla_use_output_gate": False, "routed_scaling_factor": 1.0}
+    config = SimpleNamespace(**defaults | json.loads((folder / "config.json").read_text()))
+    config.dtype = getattr(torch, getattr(config, "torch_dtype", "bfloat16"))
+    config.is_moe = getattr(config, "num_experts", None) is not None
+    kda = (config.linear_attn_config or {}).get("kda_layers") or []
+    config.is_kda_layer = lambda index: index + 1 in kda
+    return config
+
+
+def greedy(
+    model: SliceReference, prompts: Iterable[Mapping[str, Any]], top_k: int = 20
+) -> list[dict[str, Any]]:
+    """Greedy continuations in the form of `reference.greedy`."""
+    answers = []
+    for prompt in prompts:
+        cache: Cache = {}
+        tokens: list[int] = []
+        top_logprobs: list[dict[str, float]] = []
+        step = list(prompt["prompt"])
+        for _ in range(prompt["output_tokens"]):
+            best, ids = torch.log_softmax(model.logits(step, cache), -1).topk(top_k)
+            top_logprobs.append({str(i): v for i, v in zip(ids.tolist(), best.tolist(), strict=True)})
+            tokens.append(int(ids[0]))
+            step = [tokens[-1]]
+        answers.append({"id": prompt["id"], "tokens": tokens, "top_logprobs": top_logprobs})
+    return answers
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--prompts", type=Path, required=True)
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--device", default="cpu")
+    args = options.parse_args()
+    model = SliceReference(read_config(args.model), args.device)
+    args.out.write_text(json.dumps(greedy(model, json.loads(args.prompts.read_text()))))
+
+
+if __name__ == "__main__":
+    main()
