@@ -187,7 +187,9 @@ def docker(*args: str) -> str:
         SourceLockError: docker failed, or is not there.
     """
     try:
-        done = subprocess.run([os.environ.get("DOCKER", "docker"), *args], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [os.environ.get("DOCKER", "docker"), *args], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise SourceLockError(
             "docker is not on PATH; install it, or run kimi-k3 lock verify in the image"
