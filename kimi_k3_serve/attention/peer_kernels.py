@@ -61,8 +61,11 @@ def finish(state, epoch):
         tl.store(state, epoch)
 
 
-# Numbers that change from step to step or from rank to rank must not each compile a kernel of their own.
-@triton.jit(do_not_specialize=["flags", "query", "rank", "tokens", "heads"])
+# Numbers and alignments that change from step to step or from rank to rank must not each compile a kernel of their
+# own: one rank would compile while the others spin.
+@triton.jit(
+    do_not_specialize=["flags", "query", "rank", "tokens", "heads"], do_not_specialize_on_alignment=["state"]
+)
 def gather_query(
     nope,
     nope_stride_token,
@@ -114,7 +117,8 @@ def gather_query(
     do_not_specialize=[
         *("lse_stride_token", "lse_stride_head", "num_seqs"),
         *("flags", "received", "received_lse", "rank", "tokens", "heads", "capacity"),
-    ]
+    ],
+    do_not_specialize_on_alignment=["lse", "seq_lens", "query_start_loc", "state"],
 )
 def merge_partials(
     partial,

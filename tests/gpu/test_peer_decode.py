@@ -33,6 +33,7 @@ class Ranks:
         self.geometry, self.world_size = geometry, world_size
         self.exchanges = [PeerExchange(region, geometry, blocks=BLOCKS) for region in regions]
         self.streams = [torch.cuda.Stream() for _ in regions]
+        torch.cuda._sleep(1)  # loads its kernel: see `prime`
 
     def each(
         self, work: Callable[[int, PeerExchange], torch.Tensor], late: int | None = None
