@@ -12,10 +12,12 @@ from pathlib import Path
 
 import uvloop
 
+from harness import gpu_bench
 from harness.arms import Arm
+from harness.engines import in_image, process
 from harness.errors import UserError
 from harness.options import parse_limits, parse_rates
-from harness.pair import Options, PairRun
+from harness.pair import SOURCE_TOKENS, Options, PairRun
 from harness.parity import PROMPT_LENGTHS
 from harness.report import write_report
 from harness.store import RunStore
@@ -84,11 +86,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument(
         "--cache", type=Path, default=Path(".cache"), metavar="DIR", help="for the checkpoint (.cache)"
     )
+    bench.add_argument(
+        "--launches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each engine, alternating A B B A: from 2 on the noise between launches is known (default 1)",
+    )
+    bench.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out; measured cells are kept"
+    )
+    bench.add_argument(
+        "--image", metavar="NAME", help="serve each arm from this image with the Docker engine (by digest)"
+    )
+    gpu_bench.add_arguments(bench)
     bench.set_defaults(run=run)
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """Raises UserError for an unknown arm, a rate or limit that is not usable."""
+    if arguments.launches < 1:
+        raise UserError(f"--launches is {arguments.launches}; give at least 1")
+    if arguments.resume and not arguments.out:
+        raise UserError("--resume needs the run to go on with; name it with --out")
     size = QUICK if arguments.quick else FULL
     names = arguments.arms.split(",")
     if len(set(names)) < len(names):
@@ -108,11 +128,18 @@ def options_from(arguments: argparse.Namespace) -> Options:
         seed=arguments.seed,
         program=tuple(shlex.split(arguments.engine_command)),
         cache=arguments.cache,
+        launches=arguments.launches,
+        resume=arguments.resume,
+        start_engine=in_image.starter(arguments.image) if arguments.image else process.start,
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures and reports; whatever ends the measurement, what was kept is reported first."""
+    if arguments.gpu:
+        return gpu_bench.run(arguments)
+    if arguments.dry_run:
+        return print(describe(options_from(arguments)))
     pair = PairRun(options_from(arguments), sys.stderr)
     try:
         uvloop.run(_until_done_or_interrupted(pair))
@@ -122,6 +149,23 @@ def run(arguments: argparse.Namespace) -> None:
         if pair.store:
             print(write_report(pair.store), end="")
     print(f"\nresults are in {pair.options.out}")
+
+
+def describe(options: Options) -> str:
+    """What a run would do, in order."""
+    rates = ", ".join(f"{rate:g}" for rate in options.rates)
+    unit = "QPS" if options.absolute_rates else f"of the capacity of {options.arms[0].name}"
+    low, high = (round(tokens * options.scale) for tokens in SOURCE_TOKENS)
+    lines = [f"write the checkpoint below {options.cache} and ask the float32 reference"]
+    lines.append(
+        f"trace: {options.requests} requests of {low}-{high} tokens, {options.output_tokens} output tokens"
+    )
+    for arm in options.arms:
+        lines.append(f"arm {arm.name}: {shlex.join([*options.program, 'serve', '--topology', arm.name])} ...")
+        lines.append(
+            f"  proof of every rank, parity of {len(options.parity_lengths)} prompts, rates {rates} {unit}"
+        )
+    return "\n".join([*lines, f"report in {options.out}"])
 
 
 async def _until_done_or_interrupted(pair: PairRun) -> None:

@@ -25,7 +25,8 @@ class Plan:
     """Offered rates in requests a second, ascending; time limits in seconds as in `CellSpec`.
 
     `grid_qps`, where given, is the step down to which boundaries are bisected. `first_repeat` numbers the
-    repeats of a later launch of the same engines. `budget_s` bounds the whole sweep.
+    repeats of a later launch of the same engines. `budget_s` bounds the whole sweep. `client_processes` is
+    derived from rate and bodies where it is None.
     """
 
     rates: tuple[float, ...]
@@ -37,6 +38,7 @@ class Plan:
     grid_qps: float | None = None
     first_repeat: int = 0
     budget_s: float | None = None
+    client_processes: int | None = None
 
     @property
     def repeat_numbers(self) -> range:

@@ -9,9 +9,10 @@ starts.
 
 import asyncio
 import gc
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -98,9 +99,12 @@ async def run_cell(
     *,
     progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
+    agree_on_start: Callable[[], Awaitable[float]] | None = None,
 ) -> CellRun:
     """Replay `trace` once. `offered_qps` of infinity sends everything at once.
 
+    The cell's start, in time.monotonic() seconds, is a moment after everything is prepared, or what
+    `agree_on_start` says then (workers.py: several processes share one cell).
     Ends when every request has ended, or at the drain limit (what is left is cancelled), or early (`aborted`)
     when `stop` is set or the server refuses the first requests outright (see `refusal`).
     """
@@ -117,9 +121,7 @@ async def run_cell(
             refused.set()
 
     with _quiet_collector(), real_time_priority() as real_time:
-        start = time.monotonic() + LEAD_S + AHEAD_S
-        started_unix_s = time.time() + LEAD_S + AHEAD_S
-        cpu_s = time.process_time()
+        start = math.inf
 
         def clock() -> float:
             return time.monotonic() - start
@@ -128,6 +130,9 @@ async def run_cell(
             target.base_url, clock, timeout_s=spec.connect_timeout_s, ca_file=target.ca_file
         )
         await connector.resolve()
+        start = await agree_on_start() if agree_on_start else soonest_start_s()
+        started_unix_s = time.time() + start - time.monotonic()
+        cpu_s = time.process_time()
 
         async def dispatch() -> None:
             """The open loop: nothing here waits for an answer before the last request is sent."""
@@ -174,6 +179,11 @@ async def run_cell(
     if progress:
         progress(_progress(sends, due, clock()))
     return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start)
+
+
+def soonest_start_s() -> float:
+    """The time.monotonic() at which a cell that is prepared now can start."""
+    return time.monotonic() + LEAD_S + AHEAD_S
 
 
 def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:

@@ -2,7 +2,9 @@
 """A pair of arms on this machine, from a checkpoint to the last cell.
 
 Each arm is started, proves what it is, passes parity, and is swept over the same trace at the same rates; one
-engine runs at a time. The first arm sets limits and rates, which are frozen in the manifest before its sweep.
+engine runs at a time. With several launches an arm these alternate (A B B A ...): a cell's repeat is then the
+number of its launch, and launches of one arm differ by the noise that a difference between arms must exceed.
+The first arm sets limits and rates, which are frozen in the manifest before its sweep.
 In the run's folder, beside what store.py keeps:
 
     baseline.json                the first arm's unloaded TTFT and capacity, with the requests they come from
@@ -24,10 +26,13 @@ from typing import Any, TextIO
 from harness import parity
 from harness.arms import Arm
 from harness.baseline import measure_baseline
+from harness.calibrate import brief, error_bar
 from harness.engines.endpoint import ask_model
+from harness.engines.in_image import Start
 from harness.engines.process import Engine, free_port, start
 from harness.engines.proof import read_proofs
 from harness.errors import UserError
+from harness.launches import flags_of, kept_answers, launch_order, what_bound
 from harness.load import Progress, Target
 from harness.parity_collect import collect
 from harness.prepare import ask_reference, make_checkpoint, sha256_of
@@ -40,7 +45,6 @@ from harness.trace import Trace, make_trace
 
 SOURCE_TOKENS = (60_000, 180_000)
 HOST = "127.0.0.1"
-BOUND_KV_USAGE = 0.9
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Options:
 
     `rates` are fractions of the first arm's capacity, or requests a second with `absolute_rates`. `limits_s`
     are applied limits in seconds, None to derive them. `program` offers serve, checkpoint and reference.
+    Each arm is started `launches` times and swept each time; `resume` goes on with the run in `out`.
+    `start_engine` starts an arm's engine: as a process here, or in a container of an image.
     """
 
     out: Path
@@ -65,6 +71,9 @@ class Options:
     seed: int
     program: tuple[str, ...]
     cache: Path
+    launches: int = 1
+    resume: bool = False
+    start_engine: Start = start
 
 
 class PairRun:
@@ -117,29 +126,36 @@ class PairRun:
                 progress=self.steps.progress,
             )
 
-        answers: dict[str, parity.ArmAnswers] = {}
-        rates: tuple[float, ...] | None = None
-        for arm in options.arms:
-            with step(f"{arm.name} start"):
-                engine = await self._start(arm, model, trace)
+        answers = kept_answers(self._run.path, self._manifest) if options.resume else {}
+        for arm, launch in launch_order(options.arms, options.launches):
+            if answers.keys() >= {arm.name} and self._is_measured(arm, launch):
+                continue
+            name = arm.name if options.launches == 1 else f"{arm.name} launch {launch + 1}"
+            with step(f"{name} start"):
+                engine = await self._start(arm, launch, model)
             with engine:
-                target = Target(
-                    arm.name, engine.url, await engine.guard(ask_model(engine.url, None), "starting")
-                )
-                with step(f"{arm.name} parity"):
-                    continuations = {name: [p.token for p in answer] for name, answer in reference.items()}
-                    asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
-                    answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
-                    self._judge(arm, prompts, reference, answers)
-                if rates is None:
-                    with step(f"{arm.name} baseline"):
-                        rates = await self._baseline(
-                            engine, target, self._trace(options.seed + 1, vocab_size)
-                        )
-                with step(f"{arm.name} sweep"):
-                    await self._sweep(engine, target, trace, rates)
-                self._note_what_bound(arm, rates[-1])
+                model_name = await engine.guard(ask_model(engine.url, None), "starting")
+                target = Target(arm.name, engine.url, model_name)
+                if arm.name not in answers:
+                    with step(f"{name} parity"):
+                        continuations = {
+                            asked: [p.token for p in answer] for asked, answer in reference.items()
+                        }
+                        asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
+                        answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
+                        self._judge(arm, prompts, reference, answers)
+                if not self._manifest["frozen"]:
+                    with step(f"{name} baseline"):
+                        await self._baseline(engine, target, self._trace(options.seed + 1, vocab_size))
+                if "client_calibration" not in self._manifest:
+                    with step("calibration"):
+                        self._manifest["client_calibration"] = await brief(trace)
+                        self.steps.say(f"  {error_bar(self._manifest['client_calibration'])}")
+                with step(f"{name} sweep"):
+                    await self._sweep(engine, target, trace, launch)
             self._save()
+        for arm in options.arms:
+            self._note_what_bound(arm, self._manifest["rates"][-1])
 
     # Preparation
 
@@ -168,17 +184,33 @@ class PairRun:
             trace_path="trace.jsonl.gz",
             arms=[new_arm(arm.name, "", topology=arm.topology) for arm in self.options.arms],
             rates=self.options.rates if self.options.absolute_rates else (),
-            repeats=1,
+            repeats=self.options.launches,
             limits=limits,
             fixed_cohort=trace.cohorts[len(trace.cohorts) // 2],
             shared_cores=True,
         )
         self._manifest["checkpoint"] = {"path": str(model), "sha256": sha256_of(model)}
-        self.store = RunStore.create(self.options.out, self._manifest, trace)
+        self._manifest["launches"] = self.options.launches
+        self._manifest["frozen"] = False  # limits and rates, until the baseline has been measured
+        if not self.options.resume:
+            self.store = RunStore.create(self.options.out, self._manifest, trace)
+            return
+        asked = self._manifest
+        self.store = RunStore.resume(self.options.out, asked, trace)
+        self._manifest = {**self.store.manifest, "notes": []}
+        for fact in ("checkpoint", "launches"):
+            if self._manifest.get(fact) != asked[fact]:
+                raise UserError(f"{self.options.out} was begun with another {fact}; choose another --out")
+
+    def _is_measured(self, arm: Arm, launch: int) -> bool:
+        """Whether nothing of this launch is left; an arm that stopped early is found out by its sweep."""
+        done = {cell.key for cell in self._run.cells() if not cell.facts["aborted"]}
+        wanted = {CellKey(arm.name, rate, launch) for rate in self._manifest["rates"]}
+        return bool(self._manifest["frozen"]) and wanted <= done
 
     # One arm
 
-    async def _start(self, arm: Arm, model: Path, trace: Trace) -> Engine:
+    async def _start(self, arm: Arm, launch: int, model: Path) -> Engine:
         port = free_port()
         proof_dir = self._folder("proof", arm.name)
         # Of what a trace can hold, not of what this one happens to: the baseline has a trace of its own.
@@ -186,26 +218,15 @@ class PairRun:
             math.ceil(SOURCE_TOKENS[1] * self.options.scale) + self.options.output_tokens,
             *(length + parity.OUTPUT_TOKENS for length in self.options.parity_lengths),
         )
-        argv = [
-            *(
-                *self.options.program,
-                "serve",
-                "--profile",
-                "cpu",
-                "--topology",
-                arm.name,
-                "--model",
-                str(model),
-            ),
-            *("--host", HOST, "--port", str(port), "--proof-dir", str(proof_dir)),
-            *("--kv-cache-memory-bytes", str(self.options.kv_cache_memory_bytes)),
-            *("--", "--max-model-len", str(longest + 1)),
-        ]
-        engine = await start(
+        argv = [*self.options.program, "serve", "--profile", "cpu", "--topology", arm.name]
+        argv += ["--model", str(model), "--host", HOST, "--port", str(port), "--proof-dir", str(proof_dir)]
+        argv += ["--kv-cache-memory-bytes", str(self.options.kv_cache_memory_bytes)]
+        argv += ["--", "--max-model-len", str(longest + 1)]
+        engine = await self.options.start_engine(
             arm.name,
             argv,
             url=f"http://{HOST}:{port}",
-            log_path=self._folder("logs") / f"{arm.name}.log",
+            log_path=self._run.path / self._log(arm.name, launch),
             proof_dir=proof_dir,
             progress=self.steps.progress,
         )
@@ -216,7 +237,10 @@ class PairRun:
             entry["engine"] = {
                 **engine.started_as(),
                 "ranks": [proof.raw for proof in engine.proofs],
-                "log": f"logs/{arm.name}.log",
+                "log": self._log(arm.name, launch),
+                "digest": self._manifest["checkpoint"]["sha256"],
+                "packages": {"vllm": engine.proofs[0].vllm},
+                "flags": flags_of(argv),
             }
             self._save()
             arm.require_proof(engine.proofs)
@@ -225,6 +249,10 @@ class PairRun:
             engine.stop()
             raise
         return engine
+
+    def _log(self, arm: str, launch: int) -> str:
+        self._folder("logs")
+        return f"logs/{arm}.log" if self.options.launches == 1 else f"logs/{arm}-launch{launch + 1}.log"
 
     def _require_equal_bytes(self) -> None:
         known = {
@@ -263,8 +291,8 @@ class PairRun:
             raise UserError(refusal)
         arm.require_proof(proofs, used=True)
 
-    async def _baseline(self, engine: Engine, target: Target, trace: Trace) -> tuple[float, ...]:
-        """The rates of the sweep, in requests a second; limits and rates are frozen in the manifest here."""
+    async def _baseline(self, engine: Engine, target: Target, trace: Trace) -> None:
+        """Limits and rates (requests a second) of the sweep are frozen in the manifest here."""
         options = self.options
         baseline = await engine.guard(measure_baseline(target, trace), "measuring its baseline")
         write_json(self._run.path / "baseline.json", baseline.as_record())
@@ -272,7 +300,7 @@ class PairRun:
             limits = baseline.limits(target.name)
             self._manifest["limits"] |= {"applied": limits.applied, "rule": limits.rule}
         rates = options.rates if options.absolute_rates else baseline.rates(options.rates)
-        self._manifest["rates"] = list(rates)
+        self._manifest |= {"rates": list(rates), "frozen": True}
         self._save()
         self.steps.say(
             f"  unloaded P50 TTFT {baseline.unloaded_ttft_p50_s:.3f} s,"
@@ -280,18 +308,20 @@ class PairRun:
             f" limits {', '.join(map(_number, self._manifest['limits']['applied'].values()))} s,"
             f" rates {', '.join(map(_number, rates))} QPS"
         )
-        return rates
 
-    async def _sweep(self, engine: Engine, target: Target, trace: Trace, rates: Sequence[float]) -> None:
+    async def _sweep(self, engine: Engine, target: Target, trace: Trace, launch: int) -> None:
         """Cells one by one; an engine that dies, or an interruption, ends its cell, which is kept, marked."""
-        cells = len(rates) * len(self.options.arms)
-        before = [arm.name for arm in self.options.arms].index(target.name) * len(rates)
+        rates = self._manifest["rates"]
+        order = [(arm.name, n) for arm, n in launch_order(self.options.arms, self.options.launches)]
+        before = order.index((target.name, launch)) * len(rates)
+        entry = self._arm_entry(target.name)["engine"]
+        facts = {name: entry[name] for name in ("digest", "packages", "flags", "log")}
         for index, rate in enumerate(rates, start=1):
-            key = CellKey(target.name, rate, 0)
-            position = Position(key, before + index, cells)
+            key = CellKey(target.name, rate, launch)
+            position = Position(key, before + index, len(order) * len(rates))
             self._stop = stop = asyncio.Event()
             watching = asyncio.ensure_future(_set_at_end(engine, stop))
-            facts = {target.name: {"log": f"logs/{target.name}.log", "url": target.base_url}}
+            plan = Plan((rate,), first_repeat=launch, request_timeout_s=600.0, drain_timeout_s=120.0)
             try:
                 with ProgressLine(self._stream) as line:
 
@@ -301,7 +331,14 @@ class PairRun:
                         line(at, progress)
 
                     await measure(
-                        self._run, [target], trace, Plan((rate,)), engines=facts, on_progress=show, stop=stop
+                        self._run,
+                        [target],
+                        trace,
+                        plan,
+                        engines={target.name: facts},
+                        launch=launch,
+                        on_progress=show,
+                        stop=stop,
                     )
             except UserError:
                 if not await engine.dying():
@@ -360,19 +397,6 @@ class PairRun:
 async def _set_at_end(engine: Engine, event: asyncio.Event) -> None:
     await engine.watch()
     event.set()
-
-
-def what_bound(arm: str, rate: float, metrics: Mapping[str, Any]) -> str:
-    """One sentence on whether KV capacity or computation limited an arm in a cell."""
-    usage, waiting = metrics["kv_usage_max"], metrics["waiting_capacity_max"]
-    if usage is None or waiting is None:
-        return f"{arm} at {rate:g} QPS: what bound it is unknown, the engine exports no such metrics."
-    capacity = waiting > 0 and usage > BOUND_KV_USAGE
-    return (
-        f"{arm} at {rate:g} QPS: {'KV capacity' if capacity else 'computation, not KV capacity,'} bound it"
-        f" (KV usage up to {usage:.2f}; {metrics['waiting_capacity_mean']:.2f} requests waiting for capacity"
-        f" on average, at most {waiting:g}, sampled at 1 Hz)."
-    )
 
 
 def _number(value: float | None) -> str:

@@ -83,6 +83,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         connect_timeout_s=arguments.connect_timeout,
         grid_qps=arguments.bisect,
         budget_s=None if arguments.budget is None else 60 * arguments.budget,
+        client_processes=arguments.client_processes,
     )
 
 
@@ -222,6 +223,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--plain-openai",
         action="store_true",
         help="leave out min_tokens, ignore_eos and cache_salt, for servers that reject them",
+    )
+    parser.add_argument(
+        "--client-processes", type=_count, metavar="N", help="that send (default: as many as the load needs)"
     )
     parser.add_argument("--skip-calibration", action="store_true", help="no error bar of the client's own")
     parser.add_argument("--json", action="store_true", help="events as JSON lines on stdout, no report there")

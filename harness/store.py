@@ -163,6 +163,7 @@ class RunStore:
         launch: int = 0,
         prefix_cache_reset: bool = False,
         identity: str | None = None,
+        client_processes: int = 1,
     ) -> None:
         """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
         (self._cells / f"{key}.json").unlink(missing_ok=True)  # of an aborted cell that is measured again
@@ -184,6 +185,7 @@ class RunStore:
             "client": {
                 "cpu_ms_per_request": 1e3 * run.cpu_s / len(run.records),
                 "real_time": run.real_time,
+                "processes": client_processes,
             },
             "engine": engine,
             "launch": launch,

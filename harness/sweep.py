@@ -5,17 +5,19 @@ import asyncio
 import functools
 import hashlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import aiohttp
 import numpy as np
 
 from harness import __version__
+from harness.client import encode_body
 from harness.connection import tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
@@ -25,6 +27,7 @@ from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
 from harness.validity import ENGINE_IDENTITY, Evidence, invalid_reasons, ttft_s, unstable
+from harness.workers import processes_for, run_cell_in
 
 __all__ = ["Plan", "Position", "cell_order", "measure"]
 
@@ -76,6 +79,7 @@ async def measure(
         if cell.key.arm in by_name and not cell.facts["aborted"]:
             _require_same(cell, facts[cell.key.arm], trace)
             outcomes[cell.key] = judge(cell)
+    body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
     warm: set[str] = set()
     tails_s: list[float] = []
     while keys := remaining(plan, arms, outcomes):
@@ -105,9 +109,12 @@ async def measure(
         left_s = sum(trace.span / later.offered_qps + tail_s for later in keys[1:])
         position = Position(key, len(outcomes) + 1, len(outcomes) + len(keys), left_s)
         report = functools.partial(on_progress, position) if on_progress else None
+        processes = plan.client_processes or processes_for(
+            key.offered_qps, body_bytes, len(os.sched_getaffinity(0))
+        )
         was_reset = await reset_prefix_cache(target)
         async with Scraper(target.base_url, tls_context(target.ca_file)) as scraper:
-            run = await run_cell(target, trace, spec, progress=report, stop=stop)
+            run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)
         store.write_cell(
             key,
             run,
@@ -118,6 +125,7 @@ async def measure(
             launch=launch,
             prefix_cache_reset=was_reset,
             identity=identity(facts[key.arm], trace.sha256),
+            client_processes=processes,
         )
         if stop.is_set():
             return False

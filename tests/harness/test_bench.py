@@ -18,8 +18,8 @@ from harness.arms import Arm
 from harness.baseline import Baseline, spread
 from harness.cli import main
 from harness.errors import UserError
+from harness.launches import flags_of, launch_order, what_bound
 from harness.load import RequestRecord
-from harness.pair import what_bound
 from harness.stats import percentile
 from harness.store import RunStore
 from harness.trace import make_trace
@@ -85,7 +85,8 @@ def test_pair_from_checkpoint_to_headline(out: Path, capsys: pytest.CaptureFixtu
         assert arm["engine"]["argv"][2:6] == ["serve", "--profile", "cpu", "--topology"]
         assert [rank["rank"] for rank in arm["engine"]["ranks"]] == [0, 1]
     assert list(manifest["steps_s"]) == [
-        *("checkpoint", "trace", "reference", "tp2 start", "tp2 parity", "tp2 baseline", "tp2 sweep"),
+        *("checkpoint", "trace", "reference", "tp2 start", "tp2 parity", "tp2 baseline"),
+        *("calibration", "tp2 sweep"),
         *("dcp2 start", "dcp2 parity", "dcp2 sweep"),
     ]
     shown = capsys.readouterr()
@@ -305,3 +306,39 @@ def test_unloaded_requests_cover_the_lengths() -> None:
 def test_note_on_what_bound(usage: float | None, waiting: float | None, verdict: str) -> None:
     metrics = {"kv_usage_max": usage, "waiting_capacity_max": waiting, "waiting_capacity_mean": waiting}
     assert verdict in what_bound("tp2", 2.4, metrics)
+
+
+def test_launches_alternate() -> None:
+    assert launch_order(["a", "b"], 3) == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+
+
+def test_a_port_or_a_path_makes_it_no_other_engine() -> None:
+    argv = "python -m x serve --topology tp2 --model /m --port {} --proof-dir {} -- --max-model-len 9"
+    first, other = (flags_of(argv.format(*own).split()) for own in ((1, "/a"), (2, "/b")))
+    assert first == other == ["serve", "--topology", "tp2", "--", "--max-model-len", "9"]
+    assert flags_of(argv.replace("9", "8").split()) != first
+
+
+def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL during the second launch's cells; nothing that was measured is measured again."""
+    words = arguments(out, "--launches", "2", "--absolute-rates", "--sla", "1,2")
+    words[words.index("0.5,1.2")] = "20,40"
+    process = subprocess.Popen([sys.executable, "-m", "harness", *words], stderr=subprocess.DEVNULL)
+    while len(list((out / "cells").glob("*.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*.parquet")}
+    complete = {path.with_suffix(".parquet") for path in (out / "cells").glob("*.json")}
+    assert main([*words, "--resume"]) == 0
+    cells = list(RunStore.open(out).cells())
+    assert [str(cell.key) for cell in cells] == [
+        f"{arm}_q{rate}_r{launch}" for arm in ("dcp2", "tp2") for rate in (20, 40) for launch in (0, 1)
+    ]
+    assert all(cell.facts["launch"] == cell.key.repeat for cell in cells)
+    assert all(path.stat().st_mtime_ns == kept[path] for path in complete & kept.keys())
+    assert not any(cell.facts["aborted"] for cell in cells)
+    assert engines_of(out) == []
+    assert main([*words, "--resume", "--seed", "9"]) == 2
+    assert "was measured with another trace" in capsys.readouterr().err

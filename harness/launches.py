@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine launches of a pair: their order, what names an engine beyond its process, what limited it."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.parity import ArmAnswers, Position
+
+T = TypeVar("T")
+
+BOUND_KV_USAGE = 0.9
+OWN_TO_A_LAUNCH = ("--port", "--proof-dir", "--model")
+"""Options whose values differ between launches of one engine, or name what has a digest of its own."""
+
+
+def launch_order(arms: Sequence[T], launches: int) -> list[tuple[T, int]]:
+    """A B B A A B ...: every arm once a launch, backward in turns, so that drift favours none."""
+    return [(arm, launch) for launch in range(launches) for arm in (reversed(arms) if launch % 2 else arms)]
+
+
+def flags_of(argv: Sequence[str]) -> list[str]:
+    """The arguments that make it this engine: without interpreter, port and paths."""
+    kept: list[str] = []
+    words = iter(argv[argv.index("serve") :])
+    for word in words:
+        if word in OWN_TO_A_LAUNCH:
+            next(words)
+        else:
+            kept.append(word)
+    return kept
+
+
+def kept_answers(run: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers]:
+    """By arm: the parity answers that an earlier session of this run kept, if they passed."""
+    if not (manifest["parity"] or {}).get("ok"):
+        return {}
+    paths = {arm["name"]: run / "parity" / f"{arm['name']}.json.gz" for arm in manifest["arms"]}
+    return {name: _read_answers(path) for name, path in paths.items() if path.exists()}
+
+
+def _read_answers(path: Path) -> ArmAnswers:
+    raw = json.loads(gzip.decompress(path.read_bytes()))
+
+    def parsed(answers: dict[str, list[dict[str, Any]]]) -> dict[str, list[Position]]:
+        return {
+            name: [
+                Position(p["token"], {int(token): logprob for token, logprob in p["top"].items()})
+                for p in positions
+            ]
+            for name, positions in answers.items()
+        }
+
+    return ArmAnswers(parsed(raw["alone"]), parsed(raw["concurrent"]), raw["prefills_beside"])
+
+
+def what_bound(arm: str, rate: float, metrics: Mapping[str, Any]) -> str:
+    """One sentence on whether KV capacity or computation limited an arm in a cell."""
+    usage, waiting = metrics["kv_usage_max"], metrics["waiting_capacity_max"]
+    if usage is None or waiting is None:
+        return f"{arm} at {rate:g} QPS: what bound it is unknown, the engine exports no such metrics."
+    capacity = waiting > 0 and usage > BOUND_KV_USAGE
+    return (
+        f"{arm} at {rate:g} QPS: {'KV capacity' if capacity else 'computation, not KV capacity,'} bound it"
+        f" (KV usage up to {usage:.2f}; {metrics['waiting_capacity_mean']:.2f} requests waiting for capacity"
+        f" on average, at most {waiting:g}, sampled at 1 Hz)."
+    )
