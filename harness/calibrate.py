@@ -20,7 +20,6 @@ import math
 import secrets
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -105,16 +104,14 @@ async def measure_point(server: KnownDelayServer, offered_qps: float, body_bytes
     trace = uniform_trace(n, body_bytes)
     salt = f"calibrate-{secrets.token_hex(4)}"
     target = Target("known-delay", server.url, "known-delay")
-    before = time.process_time()
     run = await run_cell(target, trace, CellSpec(offered_qps, 0, salt, TIMEOUT_S, TIMEOUT_S))
-    encode_s = time.process_time() - before - run.cpu_s
     failed = [record for record in run.records if record.status != "ok"]
     if failed:
         raise UserError(
             f"calibration: {len(failed)} of {n} requests failed ({failed[0].status}: {failed[0].error});"
             " free the machine's cores and try again"
         )
-    return accuracy_of(run, await server.stamps(), salt, offered_qps, body_bytes, encode_s)
+    return accuracy_of(run, await server.stamps(), salt, offered_qps, body_bytes)
 
 
 def accuracy_of(
@@ -123,7 +120,6 @@ def accuracy_of(
     salt: str,
     offered_qps: float,
     body_bytes: int,
-    encode_s: float,
 ) -> Accuracy:
     """Pure: a cell's records held against the server's stamps."""
     seen = [stamps[f"{salt}-{record.id}"] for record in run.records]
@@ -142,7 +138,7 @@ def accuracy_of(
         gap_cv=gap_cv([stamp["head_s"] for stamp in seen]),
         slip_p99_ms=order_statistic(slips_ms, 99),
         cpu_ms=1e3 * run.cpu_s / len(run.records),
-        encode_ms=1e3 * encode_s / len(run.records),
+        encode_ms=1e3 * run.encode_s / len(run.records),
         real_time=run.real_time,
     )
 

@@ -62,9 +62,9 @@ class CellSpec:
 class CellRun:
     """What a cell gave: a record for each request of the trace, in its order, and the client's own lateness.
 
-    `loop_lag_s` samples by how much the event loop woke up late; `cpu_s` is the client's CPU time from the
-    first connection to the last answer, `real_time` whether it had real-time priority. `aborted` cells were
-    stopped before their end.
+    `loop_lag_s` samples by how much the event loop woke up late. CPU time of the client: `encode_s` for
+    building the requests before the cell, `cpu_s` from the first connection to the last answer. `real_time`:
+    it had real-time priority. `aborted` cells were stopped before their end.
     """
 
     records: list[RequestRecord]
@@ -74,6 +74,7 @@ class CellRun:
     cpu_s: float = 0.0
     real_time: bool = False
     started_monotonic_s: float = 0.0
+    encode_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ async def run_cell(
     Ends when every request has ended, or at the drain limit (what is left is cancelled), or early (`aborted`)
     when `stop` is set or the server refuses the first requests outright (see `refusal`).
     """
+    encode_s = -time.process_time()
     messages = [encode_message(target, request, spec.cache_salt) for request in trace.requests]
+    encode_s += time.process_time()
     due = due_times(trace, spec.offered_qps)
     stop = stop or asyncio.Event()
     refused = asyncio.Event()
@@ -178,7 +181,7 @@ async def run_cell(
     ]
     if progress:
         progress(_progress(sends, due, clock()))
-    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start)
+    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start, encode_s)
 
 
 def soonest_start_s() -> float:

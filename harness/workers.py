@@ -109,6 +109,7 @@ def merged(runs: Sequence[CellRun], trace: Trace) -> CellRun:
         cpu_s=sum(run.cpu_s for run in runs),
         real_time=all(run.real_time for run in runs),
         started_monotonic_s=runs[0].started_monotonic_s,
+        encode_s=sum(run.encode_s for run in runs),
     )
 
 

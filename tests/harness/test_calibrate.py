@@ -13,12 +13,12 @@ from harness.cli import main
 
 def test_the_error_is_reported_minus_true_ttft() -> None:
     """Due at 0, 1, 2 s; the server wrote at 0.5, 1.5, 2.5 s after the start at 100 s; reported 1, 2, 3 ms later."""
-    run = cell_run([0.501, 0.502, 0.503], started_monotonic_s=100.0, cpu_s=0.006)
+    run = cell_run([0.501, 0.502, 0.503], started_monotonic_s=100.0, cpu_s=0.006, encode_s=0.003)
     stamps = {
         f"salt-r{i:04d}": {"head_s": 100.1 + i + (0.1 if i == 2 else 0), "body_s": 0.0, "token_s": 100.5 + i}
         for i in range(3)
     }
-    accuracy = calibrate.accuracy_of(run, stamps, "salt", 1.0, 7000, encode_s=0.003)
+    accuracy = calibrate.accuracy_of(run, stamps, "salt", 1.0, 7000)
     assert accuracy.error_ms == pytest.approx({"p50": 2.0, "p95": 3.0, "max": 3.0})
     assert accuracy.gap_cv == pytest.approx(0.05 / 1.05)  # gaps of 1 and 1.1 s
     assert accuracy.slip_p99_ms == pytest.approx(1.0)
