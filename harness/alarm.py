@@ -42,11 +42,12 @@ class Alarm:
         asyncio.get_running_loop().remove_reader(self._fd)
         os.close(self._fd)
 
-    async def until(self, at_s: float) -> None:
-        """Returns at `at_s`, never before; at once where that has passed."""
-        if at_s - POLL_S > time.monotonic():
+    async def until(self, at_s: float, *, poll: bool = True) -> None:
+        """Returns at `at_s`, never before; at once where that has passed. Without `poll` some 0.1 ms later."""
+        early_s = POLL_S if poll else 0.0
+        if at_s - early_s > time.monotonic():
             self._rang.clear()
-            self._set(at_s - POLL_S)
+            self._set(at_s - early_s)
             await self._rang.wait()
         while time.monotonic() < at_s:
             await asyncio.sleep(0)

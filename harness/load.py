@@ -141,7 +141,7 @@ async def run_cell(
             """The open loop: nothing here waits for an answer before the last request is sent."""
             with Alarm() as alarm:
                 for at_s, index, opens in _events(due):
-                    await alarm.until(start + at_s)
+                    await alarm.until(start + at_s, poll=not opens)
                     if opens:
                         standbys.append(Standby(connector))
                         continue
