@@ -43,7 +43,7 @@ from harness.paired import launch_differences, paired_estimate, resolved
 Floats = npt.NDArray[np.float64]
 Result = TypeVar("Result")
 
-TRUTH_PAIRS = 4000
+TRUTH_PAIRS = 2000
 COVERAGE = (0.92, 0.98)
 MAX_FALSE = 0.07
 LAUNCH_SPREAD, REQUEST_SPREAD = 0.01, 0.03
@@ -226,7 +226,8 @@ def main() -> int:
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
-            "command": f"python benchmarks/statistics_selftest.py --pairs {arguments.pairs}",
+            "command": "python benchmarks/statistics_selftest.py"
+            f" --pairs {arguments.pairs} --truth-pairs {arguments.truth_pairs}",
             "harness_version": __version__,
             "numpy": np.__version__,
             "python": platform.python_version(),

@@ -125,9 +125,12 @@ def _interval(estimate: float, medians: Floats, drawn: Floats, cohorts: int) -> 
     variance = requests + max(0.0, sum(extra for extra, _, _ in sides))
     if variance == 0:
         return Interval(estimate, estimate)
-    spread = requests**2 / (cohorts / run_length(cohorts) - 1)
-    spread += sum(observed**2 / freedom for _, observed, freedom in sides if freedom)
-    half = float(student.ppf((1 + CONFIDENCE) / 2, variance**2 / spread)) * math.sqrt(variance)
+    parts = [(requests, cohorts / run_length(cohorts) - 1)]
+    parts += [(observed, float(freedom)) for _, observed, freedom in sides if freedom]
+    spread = sum(part**2 / freedom for part, freedom in parts)
+    # Estimated parts are subtracted above, which can leave less freedom than the part with the least has.
+    freedom = max(variance**2 / spread, min(freedom for _, freedom in parts))
+    half = float(student.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
     return Interval(estimate - half, estimate + half)
 
 

@@ -7,6 +7,7 @@ import pytest
 from harness.paired import (
     Boundary,
     Launch,
+    _interval,
     boundary_difference,
     launch_differences,
     mcnemar,
@@ -142,3 +143,12 @@ def test_boundaries_of_three_repeats() -> None:
     assert scattered is not None and scattered.low == pytest.approx(
         0.4 - 4.303 * 0.1 / math.sqrt(3), abs=1e-3
     )
+
+
+def test_freedom_never_falls_below_that_of_the_part_with_least() -> None:
+    """Launches whose requests vary against each other: subtracting that leaves a tenth of what was observed."""
+    noise = np.random.default_rng(4).normal(0, 1, 1000)
+    drawn = np.array([[noise, noise], [-noise, -noise]])
+    apart = math.sqrt(4.4) * noise.std(ddof=1)
+    found = _interval(0.0, np.array([[0.0, 0.0], [apart, apart]]), drawn, cohorts=36)
+    assert 0.5 < found.high < 5.0  # t of one degree of freedom, 12.7, times a standard error of about 0.3
