@@ -71,7 +71,8 @@ async def describe_server(target: Target) -> dict[str, Any]:
     card: dict[str, Any] = {}
     if models:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            listed = next(model for model in orjson.loads(models)["data"] if model["id"] == target.model)
+            entries = [model for model in orjson.loads(models)["data"] if model["id"] == target.model]
+            listed = entries[0] if entries else {}
             card = {name: listed[name] for name in ("id", "root", "max_model_len") if name in listed}
     cache = [series.labels for series in parse_metrics(metrics, frozenset({"vllm:cache_config_info"}))]
     found = {

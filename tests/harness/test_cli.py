@@ -275,3 +275,25 @@ def test_arms() -> None:
     ):
         with pytest.raises(UserError):
             parse_arm(wrong)
+
+
+async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> None:
+    """The second session finds the first one's cells, measures the missing rate, and tells programs."""
+    out = tmp_path / "out"
+    words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--sla", "0.2,9", "--json"]
+
+    async with FakeServer(lambda index, _: Script(delay_s=0.3 if index > 12 else 0.0)) as server:
+        arm = ["--arm", f"a={server.url}"]
+        code, text, err = await harness(*words, *arm, "--rates", "20")
+        assert code == 0, err
+        assert "plan: 1 cells" in err
+        code, text, err = await harness(*words, *arm, "--rates", "20,40", "--bisect", "10", "--resume")
+        assert code == 0, err
+        events = [json.loads(line) for line in text.splitlines()]
+        told = [(event["offered_qps"], event["index"]) for event in events if event["event"] == "cell"]
+        assert told == [(40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 0.2 s: 30 halves the boundary
+        assert events[-1]["event"] == "done" and events[-1]["cells"] == 3
+        code, _, err = await harness(*words, *arm, "--rates", "50", "--model", "other", "--resume")
+    assert "cells are never mixed" in error_line(code, err), err
+    cells = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
+    assert [cell["offered_qps"] for cell in cells] == [20.0, 30.0, 40.0]
