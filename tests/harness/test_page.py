@@ -52,8 +52,8 @@ def written(folder: Path, cells: dict[CellKey, CellRun], launches: bool = True, 
     described = {**manifest(TRACE), "arms": arms, **changes}
     store = RunStore.create(folder / "run", described, TRACE)
     for key, run in cells.items():
-        engine = {"launch": f"{key.arm}-{key.repeat}"} if launches else None
-        store.write_cell(key, run, trace_sha256=TRACE.sha256, cache_salt="s", engine=engine)
+        launch = key.repeat if launches else 0
+        store.write_cell(key, run, trace_sha256=TRACE.sha256, cache_salt="s", launch=launch)
     return store
 
 
