@@ -91,6 +91,8 @@ def write_checkpoint(folder: Path, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: weight(name, shape, generator) for name, shape in shapes().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors leaves it to the owner alone; a container's user is another
     # Last, so that a folder with a config.json is a whole checkpoint.
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")

@@ -109,6 +109,7 @@ def test_checkpoint_is_deterministic_and_whole(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_checkpoint(tmp_path / name, seed=3)
         digests.add(hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest())
+        assert (tmp_path / name / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert len(digests) == 1
     with safe_open(tmp_path / "a" / "model.safetensors", "pt") as tensors:
         assert {key: tuple(tensors.get_tensor(key).shape) for key in tensors.keys()} == shapes()  # noqa: SIM118
