@@ -26,18 +26,18 @@ class SourceLockError(UserError):
     """vLLM's text differs from the lock."""
 
 
-def locked() -> dict[str, str]:
-    """Qualified name of each upstream object -> SHA-256 of its source text."""
-    functions: dict[str, str] = tomllib.loads(LOCK.read_text())["functions"]
-    return functions
+def locked() -> dict[str, list[str]]:
+    """Qualified name of each upstream object -> SHA-256 of its source text, or of each wheel's where these differ."""
+    functions: dict[str, str | list[str]] = tomllib.loads(LOCK.read_text())["functions"]
+    return {name: [texts] if isinstance(texts, str) else texts for name, texts in functions.items()}
 
 
 def update() -> list[str]:
     """Rewrite the digests that differ from what is installed; return the names of the objects."""
     text, changed = LOCK.read_text(), []
     for name, expected in locked().items():
-        if (found := digest(name)) != expected:
-            text = text.replace(expected, found)
+        if (found := digest(name)) not in expected:
+            text = text.replace(expected[0], found)
             changed.append(name)
     LOCK.write_text(text)
     return changed
@@ -102,7 +102,7 @@ def verify() -> str:
     """
     state = "locked"
     for name, expected in locked().items():
-        if digest(name) == expected:
+        if digest(name) in expected:
             continue
         if os.environ.get(OVERRIDE) != "1":
             raise SourceLockError(
