@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What long contexts cost on servers that already run: TTFT of a lone prompt, and time between tokens at 1 and N contexts.
+"""Long contexts on servers that already run: TTFT of a lone prompt, and time between tokens at 1 and N contexts.
 
     python benchmarks/long_context.py --arm tp2=http://127.0.0.1:8001 --arm dcp2=http://127.0.0.1:8002 --json out.json
 
