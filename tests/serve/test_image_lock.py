@@ -74,7 +74,9 @@ def test_an_environment_that_is_not_the_lock_is_refused(monkeypatch: pytest.Monk
 def test_a_wheel_with_another_digest_is_refused(tmp_path: Path) -> None:
     sums = tmp_path / "SHA256SUMS"
     sums.write_text(f"{'1' * 64}  orjson-3.0-py3-none-any.whl\n")
-    with pytest.raises(SourceLockError, match=r"orjson-3\.0-py3-none-any\.whl was installed with sha256 1111"):
+    with pytest.raises(
+        SourceLockError, match=r"orjson-3\.0-py3-none-any\.whl was installed with sha256 1111"
+    ):
         image_lock.verify_wheels(sums, {"orjson": ("3.0", "2" * 64)})
     image_lock.verify_wheels(sums, {"orjson": ("3.0", "1" * 64)})
 
