@@ -12,7 +12,7 @@ READY := $(VENV)/.ready-$(shell cat locks/cpu.txt pyproject.toml | sha256sum | c
 
 # One engine after the other, a frozen trace, a report: results/<time>/. RATES= SCALE= OUT= and ARGS= give control.
 bench: $(READY)
-	$(PY) -m harness bench $(if $(RATES),--rates $(RATES)) $(if $(SCALE),--scale $(SCALE)) $(if $(OUT),--out $(OUT)) $(ARGS)
+	$(PY) -m harness bench $(if $(RATES),--rates '$(RATES)') $(if $(SCALE),--scale '$(SCALE)') $(if $(OUT),--out '$(OUT)') $(ARGS)
 
 # Unit tests, the parity gate on real engines with its negative controls, and one short real pair.
 test: $(READY)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import sys
 
-from harness.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from harness.cli import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # while the libraries are still being imported
+        sys.exit("error: interrupted; nothing was measured yet")

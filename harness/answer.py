@@ -103,12 +103,13 @@ class CompletionAnswer:
                 message = error.get("message", error) if isinstance(error, dict) else error
                 raise StreamError(one_line(str(message)))
             usage = chunk.get("usage") or {}
-            count = usage.get("completion_tokens")
-            self.server_prompt_tokens = usage.get("prompt_tokens", self.server_prompt_tokens)
+            count = _count(usage.get("completion_tokens"))
+            self.server_prompt_tokens = _count(usage.get("prompt_tokens")) or self.server_prompt_tokens
             choices = chunk.get("choices")
             if choices:
                 choice = choices[0]
-                self.finish_reason = choice.get("finish_reason") or self.finish_reason
+                if reason := choice.get("finish_reason"):
+                    self.finish_reason = str(reason)
                 if count is None:  # no running count: each chunk with text stands for one token
                     count = self.completion_tokens + bool(_text(choice))
                 if count > self.completion_tokens:
@@ -129,6 +130,13 @@ class StreamError(Exception):
 def one_line(text: str) -> str:
     """At most `ERROR_CHARACTERS` characters of `text`, white space squeezed."""
     return " ".join(text.split())[:ERROR_CHARACTERS]
+
+
+def _count(value: object) -> int | None:
+    """A number of tokens, or None where it is not stated."""
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{value!r} is no count of tokens")
+    return value
 
 
 def _text(choice: dict[str, Any]) -> str:

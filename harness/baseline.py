@@ -58,7 +58,12 @@ class Baseline:
 
     def rates(self, fractions: Sequence[float]) -> tuple[float, ...]:
         """Offered rates in requests a second: fractions of the capacity, to three significant digits."""
-        return tuple(float(f"{fraction * self.capacity_qps:.3g}") for fraction in fractions)
+        rates = tuple(float(f"{fraction * self.capacity_qps:.3g}") for fraction in fractions)
+        if len(set(rates)) < len(rates):
+            raise UserError(
+                f"fractions of {self.capacity_qps:.3g} QPS give a rate twice; set them further apart"
+            )
+        return rates
 
     def as_record(self) -> dict[str, Any]:
         """For baseline.json: what was derived, and each request it was derived from."""

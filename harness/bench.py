@@ -35,6 +35,8 @@ class Size:
 
 
 FULL = Size("0.3,0.6,0.9,1.2", requests=24, cohort_size=6, output_tokens=48, parity_lengths=PROMPT_LENGTHS)
+MAX_SCALE = 0.09
+"""180,000 tokens at this scale still fit the small model's 16,384 positions."""
 QUICK = Size("0.5,1.2", requests=8, cohort_size=4, output_tokens=16, parity_lengths=(40, 505, 1290))
 
 
@@ -66,9 +68,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
-        default=16 << 20,
         metavar="N",
-        help="KV cache of a rank (default 16 MiB)",
+        help="KV cache of a rank (default 16 MiB, and in proportion above a scale of 0.01)",
     )
     bench.add_argument(
         "--seed", type=int, default=0, metavar="S", help="of traces and parity prompts (default 0)"
@@ -123,7 +124,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         requests=size.requests if arguments.requests is None else arguments.requests,
         cohort_size=size.cohort_size if arguments.cohort_size is None else arguments.cohort_size,
         output_tokens=size.output_tokens if arguments.output_tokens is None else arguments.output_tokens,
-        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes or default_kv_bytes(arguments.scale),
         parity_lengths=size.parity_lengths,
         seed=arguments.seed,
         program=tuple(shlex.split(arguments.engine_command)),
@@ -132,6 +133,18 @@ def options_from(arguments: argparse.Namespace) -> Options:
         resume=arguments.resume,
         start_engine=in_image.starter(arguments.image) if arguments.image else process.start,
     )
+
+
+def default_kv_bytes(scale: float) -> int:
+    """KV cache of a rank in bytes: room for about two of the longest requests, so that capacity binds.
+
+    Raises UserError for a scale that the small model's positions do not allow.
+    """
+    if not 0 < scale <= MAX_SCALE:
+        raise UserError(
+            f"--scale {scale:g} is not usable; the small model takes more than 0, up to {MAX_SCALE}"
+        )
+    return round((16 << 20) * max(1.0, scale / 0.01))
 
 
 def run(arguments: argparse.Namespace) -> None:

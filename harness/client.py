@@ -200,6 +200,9 @@ async def send(
     if status == OK and answer.completion_tokens < wanted:
         status = INCOMPLETE
         error_text = f"{answer.completion_tokens} of {wanted} completion tokens arrived"
+    elif status == OK and not answer.token_s:
+        status = INCOMPLETE
+        error_text = "no chunk showed when a token came: neither text nor a running count of usage"
     return RequestRecord(
         id=request.id,
         cohort=request.cohort,

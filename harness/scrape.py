@@ -128,4 +128,4 @@ class Scraper:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(self._url, ssl=self._tls) as response:
                 if response.status == 200:
-                    self.samples.append(sample_of(await response.text(), time.time()))
+                    self.samples.append(sample_of(await response.text(errors="replace"), time.time()))

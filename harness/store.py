@@ -211,7 +211,17 @@ class RunStore:
         return self._read_cell(key, _read_json(self._cells / f"{key}.json"))
 
     def _read_cell(self, key: CellKey, facts: dict[str, Any]) -> Cell:
-        records = [RequestRecord(**row) for row in _read_parquet(self._cells / f"{key}.parquet")]
+        path = self._cells / f"{key}.parquet"
+        try:
+            records = [RequestRecord(**row) for row in _read_parquet(path)]
+        except TypeError as error:
+            raise UserError(
+                f"{path} does not hold requests ({error}); restore it or measure again"
+            ) from error
+        if len(records) != facts["n"]:
+            raise UserError(
+                f"{path} holds {len(records)} of {facts['n']} requests; restore it or measure again"
+            )
         metrics = self._cells / f"{key}.metrics.parquet"
         return Cell(key, facts, records, _read_parquet(metrics) if metrics.exists() else [])
 

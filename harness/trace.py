@@ -9,6 +9,7 @@ SHA-256.
 
 import gzip
 import hashlib
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,12 @@ def make_trace(
     never `output_tokens`. `burstiness` belongs to gamma arrivals, `recorded_s` (times of a log, s) to
     recorded ones; see arrivals.py.
     """
+    if not 0 < scale < float("inf"):
+        raise UserError(f"--scale is {scale:g}; give a finite number above 0")
     shortest, longest = round(min_tokens * scale), round(max_tokens * scale)
     for wrong, problem in (
         (requests < 1, f"--requests is {requests}; give at least 1"),
         (not 1 <= shortest <= longest, f"prompts of {shortest} to {longest} tokens; need 1 <= min <= max"),
-        (scale <= 0, f"--scale is {scale:g}; give more than 0"),
         (output_tokens < 1, f"--output-tokens is {output_tokens}; give at least 1"),
         (cohort_size < 1, f"--cohort-size is {cohort_size}; give at least 1"),
         (arrivals not in ARRIVALS, f"--arrivals is {arrivals!r}; choose one of {', '.join(ARRIVALS)}"),
@@ -178,7 +180,7 @@ def load_trace(path: Path) -> Trace:
         requests = tuple(_request(row) for row in rows)
     except OSError as error:
         raise UserError(f"cannot read trace {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a trace ({error}); make one with `harness trace make`") from error
     found = _sha256(header, requests)
     if found != expected:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from harness.client import CANCELLED, RequestRecord
+from harness.client import CANCELLED, OK, RequestRecord
 from harness.load import refusal
 from harness.stats import order_statistic, slope
 
@@ -228,7 +228,15 @@ def unstable(reasons: Sequence[str]) -> bool:
     return any(reason.startswith("unstable") for reason in reasons)
 
 
+def _unanswered(evidence: Evidence) -> Iterator[str]:
+    """A server that answers nothing is not slow; the cause belongs beside the share of misses."""
+    records = evidence.records
+    if records and all(record.status not in (OK, CANCELLED) for record in records):
+        yield f"none of {len(records)} requests was answered ({records[0].error})"
+
+
 _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _unanswered,
     _late_client,
     _wrong_span,
     _wrong_prompts,

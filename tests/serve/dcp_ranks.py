@@ -80,6 +80,8 @@ if __name__ == "__main__":
             arguments = (world_size, interleave, f"{folder}/store")
             # Forked: importing vLLM takes seconds, and nothing here has started a thread of it yet.
             mp.start_processes(rank_main, arguments, world_size, start_method="fork")
+            for segment in Path("/dev/shm").glob(f"*{Path(folder).name}*"):  # vLLM leaves them behind
+                segment.unlink()
             for segment in Path("/dev/shm").glob(f"{Path(folder).name}-*"):  # which vLLM leaves behind
                 segment.unlink()
         print(case, flush=True)
