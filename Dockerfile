@@ -5,7 +5,7 @@
 # Optional build secrets: `ca` (a CA bundle for the package index) and `pip` (a pip.conf). Optional wheels: wheels/.
 # hadolint global ignore=DL3008
 # (Debian's packages follow the base image's own archive; the SBOM in the image records what was installed.)
-ARG BASE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 # This project's own wheel.
 FROM ${BASE} AS wheel

@@ -205,7 +205,7 @@ def update_images() -> list[str]:
     path = folder() / "images.toml"
     text, changed = path.read_text(), []
     for name, entry in tomllib.loads(text).items():
-        repository = entry["image"].removeprefix("docker.io/").removeprefix("library/").partition(":")[0]
+        repository = entry["image"].partition(":")[0]
         pulled = json.loads(docker("image", "inspect", entry["image"]))[0]["RepoDigests"]
         digests = [item.partition("@")[2] for item in pulled if item.partition("@")[0].endswith(repository)]
         if digests and digests[0] != entry["digest"]:
