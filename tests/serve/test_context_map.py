@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention.mla_attention import reorg_kvcache
 from kimi_k3_serve.context_map import PADDING, build_context_map, gathered_rows
 
 WORLDS, INTERLEAVES = (2, 4, 8, 16), (1, 4, 16, 64)
-CASES_EACH = 48  # x 16 combinations: 768 batches of 2 to 3 chunks, each mapped by W ranks
+CASES_EACH = 64
 
 
 def batches(world_size: int, interleave: int) -> Iterator[list[Any]]:
