@@ -25,6 +25,7 @@ BUSY_MIB = 1024
 STACK = 67108864
 MIN_SHM_MB = 1024
 MIN_CACHE_GB = 20.0
+DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass(frozen=True)
@@ -91,43 +92,35 @@ def gpus(case: Case) -> Iterator[Finding]:
             "gpus", "skip", "no GPU is visible", "on a GPU host: --gpus all, nvidia-container-toolkit"
         )
         return
+    found = [Finding("gpus", "fail", why, remedy) for why, remedy in gpu_faults(case)]
+    yield from found or [Finding("gpus", "ok", f"{len(case.gpus)}x {case.gpus[0].name}")]
+
+
+def gpu_faults(case: Case) -> Iterator[tuple[str, str]]:
+    """Why, and what to do."""
     kinds = sorted({gpu.name for gpu in case.gpus})
     if len(kinds) > 1:
-        yield Finding(
-            "gpus", "fail", f"mixed models: {', '.join(kinds)}", "set CUDA_VISIBLE_DEVICES to one kind"
-        )
-    machine = case.profile.machine if case.profile else None
-    if machine and machine.gpus_per_node > len(case.gpus):
-        yield Finding(
-            "gpus",
-            "fail",
-            f"{len(case.gpus)} GPUs are visible, the profile needs {machine.gpus_per_node}",
-            "choose another profile or a slice, or make all GPUs visible",
-        )
-    if machine and any(gpu.memory_mib * 1.048576e-3 < 0.97 * machine.gpu_memory_gb for gpu in case.gpus):
-        yield Finding(
-            "gpus",
-            "fail",
-            f"{case.gpus[0].memory_mib * 1.048576e-3:.0f} GB a GPU, the profile expects {machine.gpu_memory_gb:g}",
-            "choose the profile of these GPUs",
-        )
+        yield f"mixed models: {', '.join(kinds)}", "set CUDA_VISIBLE_DEVICES to one kind"
+    if case.profile and (machine := case.profile.machine):
+        if machine.gpus_per_node > len(case.gpus):
+            yield (
+                f"the profile needs {machine.gpus_per_node} GPUs, visible are {len(case.gpus)}",
+                "choose another profile or a slice, or make all GPUs visible",
+            )
+        smallest_gb = min(gpu.memory_mib for gpu in case.gpus) * 1.048576e-3
+        if smallest_gb < 0.97 * machine.gpu_memory_gb:
+            yield (
+                f"{smallest_gb:.0f} GB a GPU, the profile expects {machine.gpu_memory_gb:g}",
+                "choose the profile of these GPUs",
+            )
     for gpu in case.gpus:
         if gpu.used_mib > BUSY_MIB:
-            yield Finding(
-                "gpus",
-                "fail",
-                f"GPU {gpu.index}: {gpu.used_mib} MiB are in use",
-                "nvidia-smi shows by whom; stop it",
-            )
+            yield f"GPU {gpu.index}: {gpu.used_mib} MiB are in use", "nvidia-smi shows by whom; stop it"
         if gpu.ecc_errors:
-            yield Finding(
-                "gpus",
-                "fail",
+            yield (
                 f"GPU {gpu.index}: {gpu.ecc_errors} uncorrected ECC errors",
                 "reset or replace it: nvidia-smi -r",
             )
-    if len(kinds) == 1:
-        yield Finding("gpus", "ok", f"{len(case.gpus)}x {kinds[0]}")
 
 
 def peer_access(case: Case) -> Iterator[Finding]:
@@ -135,7 +128,8 @@ def peer_access(case: Case) -> Iterator[Finding]:
     if len(case.gpus) < 2:
         yield Finding("p2p", "skip", "needs two GPUs")
         return
-    links = case.host.links()
+    seen = {gpu.index for gpu in case.gpus}
+    links = {pair: state for pair, state in case.host.links().items() if seen.issuperset(pair)}
     missing = {pair: state for pair, state in links.items() if state != "OK"}
     for (a, b), state in list(missing.items())[:3]:
         yield Finding(
@@ -147,7 +141,7 @@ def peer_access(case: Case) -> Iterator[Finding]:
     if not links:
         yield Finding("p2p", "warn", "nvidia-smi topo -p2p r says nothing", "look at it by hand")
     elif not missing:
-        yield Finding("p2p", "ok", f"all {len(links)} pairs")
+        yield Finding("p2p", "ok", "every pair" if len(links) > 1 else "the pair")
 
 
 def driver(case: Case) -> Iterator[Finding]:
@@ -172,11 +166,19 @@ def driver(case: Case) -> Iterator[Finding]:
 
 
 def multicast(case: Case) -> Iterator[Finding]:
-    """4. NVLS multicast, by creating a multicast object."""
+    """4. NVLS multicast, by a rendezvous that creates a multicast object: the device's attribute is not the truth."""
     if len(case.gpus) < 2:
         yield Finding("multicast", "skip", "needs two GPUs")
         return
-    works, why = doctor_probes.multicast(case.host.environment)
+    remedy = "start the fabric manager (nvidia-fabricmanager); on PCIe nothing is to be done"
+    if case.host.environment.get(DISABLE_MULTICAST) == "1":
+        works, why, remedy = (
+            False,
+            f"{DISABLE_MULTICAST}=1",
+            f"unset {DISABLE_MULTICAST} if the GPUs can do it",
+        )
+    else:
+        works, why = doctor_probes.run("multicast", len(case.gpus), case.host.environment)
     if works:
         yield Finding("multicast", "ok", why)
     else:
@@ -184,16 +186,17 @@ def multicast(case: Case) -> Iterator[Finding]:
             "multicast",
             "warn",
             f"{why}: KV publication falls back to peer stores, direct query and KV gather to NCCL",
-            "start the fabric manager (nvidia-fabricmanager); on PCIe nothing is to be done",
+            remedy,
         )
 
 
 def rendezvous(case: Case) -> Iterator[Finding]:
-    """5. A symmetric-memory rendezvous among the GPUs, before anything is loaded."""
+    """5. A symmetric-memory rendezvous among the GPUs, before anything is loaded; without multicast, which is 4."""
     if len(case.gpus) < 2:
         yield Finding("rendezvous", "skip", "needs two GPUs")
         return
-    works, why = doctor_probes.rendezvous(len(case.gpus), case.host.environment)
+    without = {**case.host.environment, DISABLE_MULTICAST: "1", "NCCL_NVLS_ENABLE": "0"}
+    works, why = doctor_probes.run("rendezvous", len(case.gpus), without)
     if works:
         yield Finding("rendezvous", "ok", why)
     else:
@@ -223,9 +226,13 @@ def imex(case: Case) -> Iterator[Finding]:
         )
 
 
+def mlx5(host: Host) -> list[str]:
+    return sorted(path.name for path in (host.root / "sys/class/infiniband").glob("mlx5_*"))
+
+
 def rdma(case: Case) -> Iterator[Finding]:
     """7. dmabuf registration on mlx5 that ends in errno 524."""
-    devices = sorted(path.name for path in (case.host.root / "sys/class/infiniband").glob("mlx5_*"))
+    devices = mlx5(case.host)
     if not devices:
         yield Finding("rdma", "skip", "no mlx5 device")
     elif case.setting("NCCL_DMABUF_ENABLE") == "0":
@@ -250,7 +257,8 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         )
     else:
         yield Finding("shm", "ok", "no /dev/shm" if size is None else f"/dev/shm has {size:.0f} MB")
-    level = "fail" if case.gpus else "warn"
+    # RDMA registers what it locks; CUDA's own pinned memory is not counted against the limit.
+    level = "fail" if mlx5(case.host) else "warn"
     locked, stack = case.host.limit(resource.RLIMIT_MEMLOCK), case.host.limit(resource.RLIMIT_STACK)
     if locked != -1:
         yield Finding("memlock", level, f"locked memory is limited to {locked} bytes", "ulimits: memlock: -1")

@@ -5,6 +5,7 @@ Nothing here judges; doctor.py does.
 """
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 FIELDS = (
     "index",
+    "uuid",
     "name",
     "memory.total",
     "memory.used",
@@ -22,12 +24,15 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 
+CUDA_VERSION = re.compile(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)")  # drivers from 600 on say UMD
+
 
 @dataclass(frozen=True)
 class GPU:
     """Memory in MiB as nvidia-smi counts; `ecc_errors` is None where ECC is off."""
 
     index: int
+    uuid: str
     name: str
     memory_mib: int
     used_mib: int
@@ -52,16 +57,16 @@ class Host:
             return None
 
     def gpus(self) -> list[GPU]:
-        """Empty without a driver or a GPU."""
+        """Those that CUDA_VISIBLE_DEVICES leaves to CUDA; empty without a driver or a GPU."""
         text = self.smi(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
         found = []
         for line in (text or "").splitlines():
             values = [value.strip() for value in line.split(",")]
             if len(values) == len(FIELDS) and values[0].isdigit():
-                index, name, memory, used, driver, sm, ecc = values
+                index, uuid, name, memory, used, driver, sm, ecc = values
                 errors = int(ecc) if ecc.isdigit() else None
-                found.append(GPU(int(index), name, int(memory), int(used), driver, sm, errors))
-        return found
+                found.append(GPU(int(index), uuid, name, int(memory), int(used), driver, sm, errors))
+        return visible(found, self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     def smi(self, *arguments: str) -> str | None:
         """nvidia-smi's answer, None where it fails or is not there."""
@@ -75,11 +80,8 @@ class Host:
 
     def cuda_of_driver(self) -> tuple[int, int] | None:
         """The newest CUDA that the driver runs, from the head of nvidia-smi."""
-        _, found, after = (self.smi() or "").partition("CUDA Version:")
-        numbers = after.split()[0].split(".") if found and after.split() else []
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-            return int(numbers[0]), int(numbers[1])
-        return None
+        found = CUDA_VERSION.search(self.smi() or "")
+        return (int(found[1]), int(found[2])) if found else None
 
     def links(self) -> dict[tuple[int, int], str]:
         """Pair of GPUs -> how peer access between them stands ("OK", "NS", "CNS", …)."""
@@ -104,3 +106,19 @@ class Host:
     def limit(self, which: int) -> int:
         """Soft limit of this process; -1 is none."""
         return resource.getrlimit(which)[0]
+
+
+def visible(gpus: list[GPU], setting: str | None) -> list[GPU]:
+    """What CUDA sees of `gpus`: entries are indices or UUIDs, and the first unknown one ends the list."""
+    if setting is None:
+        return gpus
+    chosen: list[GPU] = []
+    for word in setting.split(","):
+        entry = word.strip()
+        named = [
+            g for g in gpus if entry == str(g.index) or (entry[:4] == "GPU-" and g.uuid.startswith(entry))
+        ]
+        if not named:
+            break
+        chosen += named
+    return chosen

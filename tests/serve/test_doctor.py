@@ -6,6 +6,8 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from kimi_k3_serve.doctor_host import Host
 from kimi_k3_serve.profile import load
 from kimi_k3_serve.topology import Topology
 
-B300 = "{i}, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 0"
+B300 = "{i}, GPU-{i}{i}{i}{i}, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 0"
 
 
 class World:
@@ -27,7 +29,7 @@ class World:
         self.root = folder / "root"
         (self.root / "dev").mkdir(parents=True)
         self.gpus = [B300.format(i=i) for i in range(8)]
-        self.cuda = "13.0"
+        self.cuda_words, self.cuda = "CUDA Version", "13.0"
         self.links = {(a, b): "OK" for a in range(8) for b in range(8) if a != b}
         self.environment: dict[str, str] = {}
         self.profile, self.topology = "b300-8", "dcp8"
@@ -45,7 +47,7 @@ class World:
         answers = {
             "query": self.gpus,
             "topo": topology,
-            "head": [f"| NVIDIA-SMI 580 CUDA Version: {self.cuda} |"],
+            "head": [f"| NVIDIA-SMI 580 {self.cuda_words}: {self.cuda} |"],
         }
         (self.folder / "answers.json").write_text(json.dumps(answers))
         program = (
@@ -104,11 +106,20 @@ def test_stock_a2a_with_flash_attn_mla(world: World) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("7, NVIDIA H100, 275040, 4, 580.95.05, 9.0, 0", "mixed models: NVIDIA B300 SXM6 AC, NVIDIA H100"),
-        ("7, NVIDIA B300 SXM6 AC, 275040, 60000, 580.95.05, 10.3, 0", "GPU 7: 60000 MiB are in use"),
-        ("7, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 3", "GPU 7: 3 uncorrected ECC errors"),
-        ("7, NVIDIA B300 SXM6 AC, 143771, 4, 580.95.05, 10.3, 0", "the profile expects 268"),
-        ("", "7 GPUs are visible, the profile needs 8"),
+        (
+            "7, GPU-7777, NVIDIA H100, 275040, 4, 580.95.05, 9.0, 0",
+            "mixed models: NVIDIA B300 SXM6 AC, NVIDIA H100",
+        ),
+        (
+            "7, GPU-7777, NVIDIA B300 SXM6 AC, 275040, 60000, 580.95.05, 10.3, 0",
+            "GPU 7: 60000 MiB are in use",
+        ),
+        (
+            "7, GPU-7777, NVIDIA B300 SXM6 AC, 275040, 4, 580.95.05, 10.3, 3",
+            "GPU 7: 3 uncorrected ECC errors",
+        ),
+        ("7, GPU-7777, NVIDIA B300 SXM6 AC, 143771, 4, 580.95.05, 10.3, 0", "the profile expects 268"),
+        ("", "the profile needs 8 GPUs, visible are 7"),
     ],
 )
 def test_gpus_that_are_not_as_they_should_be(world: World, line: str, words: str) -> None:
@@ -116,6 +127,17 @@ def test_gpus_that_are_not_as_they_should_be(world: World, line: str, words: str
     if "143771" in line:
         world.gpus = [line.replace("7,", f"{i},", 1) for i in range(8)]
     assert words in look(doctor.gpus, world.case())
+
+
+def test_only_the_gpus_that_cuda_sees_count(world: World) -> None:
+    world.environment["CUDA_VISIBLE_DEVICES"] = "0,GPU-55,99,1"  # CUDA stops at the unknown 99
+    case = world.case()
+    assert [gpu.index for gpu in case.gpus] == [0, 5]
+    assert "the profile needs 8 GPUs, visible are 2" in look(doctor.gpus, case)
+    world.links[0, 5], world.links[2, 3] = "CNS", "CNS"
+    assert look(doctor.peer_access, world.case()) == "fail p2p: no peer access between GPU 0 and 5 (CNS)"
+    world.environment["CUDA_VISIBLE_DEVICES"] = ""
+    assert world.case().gpus == []
 
 
 def test_ecc_that_is_off_is_no_error(world: World) -> None:
@@ -126,6 +148,9 @@ def test_ecc_that_is_off_is_no_error(world: World) -> None:
 def test_an_old_driver(world: World) -> None:
     world.cuda = "12.8"
     assert "runs CUDA 12.8, the image needs 13.0" in look(doctor.driver, world.case())
+    world.cuda = "13.4"
+    world.cuda_words = "CUDA UMD Version"
+    assert look(doctor.driver, world.case()) == ""
     world.cuda = "N/A"
     assert "warn driver" in look(doctor.driver, world.case())
 
@@ -135,7 +160,8 @@ def test_a_pair_without_peer_access(world: World) -> None:
     assert look(doctor.peer_access, world.case()) == "fail p2p: no peer access between GPU 2 and 5 (CNS)"
 
 
-def test_no_multicast(world: World) -> None:
+def test_multicast_that_is_switched_off_is_not_tried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(doctor_probes, "run")
     world.environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1: KV publication falls back" in look(
         doctor.multicast, world.case()
@@ -144,9 +170,27 @@ def test_no_multicast(world: World) -> None:
 
 def test_probes_fail_where_no_gpu_is(world: World) -> None:
     """The real probe processes, on a machine without GPUs: they fail, and say so in one line."""
-    world.environment = dict(os.environ)
-    found = look(doctor.rendezvous, replace(world.case(), gpus=world.case().gpus[:2]))
-    assert found.startswith("fail rendezvous: rank 0: ") and "\n" not in found
+    world.environment = {**os.environ, doctor.DISABLE_MULTICAST: "0"}
+    case = replace(world.case(), gpus=world.case().gpus[:2])
+    for check, start in (
+        (doctor.rendezvous, "fail rendezvous: rank "),
+        (doctor.multicast, "warn multicast: rank "),
+    ):
+        found = look(check, case)
+        assert found.startswith(start) and "Error: " in found and "\n" not in found
+
+
+def test_rendezvous_leaves_multicast_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU without multicast fails the one check, not the other."""
+    seen: list[Mapping[str, str]] = []
+
+    def probe(name: str, count: int, environment: Mapping[str, str]) -> tuple[bool, str]:
+        seen.append(environment)
+        return True, f"{count} ranks"
+
+    monkeypatch.setattr(doctor_probes, "run", probe)
+    assert look(doctor.rendezvous, world.case()) == look(doctor.multicast, world.case()) == ""
+    assert [environment.get(doctor.DISABLE_MULTICAST) for environment in seen] == ["1", None]
 
 
 def test_probes_are_not_run_without_gpus(world: World) -> None:
@@ -158,6 +202,21 @@ def test_probes_are_not_run_without_gpus(world: World) -> None:
 def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_probes, "TIMEOUT_S", 0.01)
     assert doctor_probes.run("rendezvous", 2, os.environ) == (False, "no answer within 0.01 s")
+
+
+def test_the_first_rank_that_fails_ends_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for it; a script stands in for Python, its fourth argument is the rank."""
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/sh\n[ $4 = 0 ] && exec sleep 50\necho "RuntimeError: broken link" >&2; exit 1\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    began = time.monotonic()
+    assert doctor_probes.run("rendezvous", 2, {}) == (False, "rank 1: RuntimeError: broken link")
+    assert time.monotonic() - began < 20
+    program.write_text("#!/bin/sh\necho noise; echo rank $4 of $5\n")
+    assert doctor_probes.run("rendezvous", 2, {}) == (True, "rank 0 of 2")
 
 
 def test_imex_channels(world: World) -> None:
@@ -185,7 +244,9 @@ def test_small_shared_memory_and_limits(world: World, monkeypatch: pytest.Monkey
     limits = {resource.RLIMIT_MEMLOCK: 65536, resource.RLIMIT_STACK: 8388608}
     monkeypatch.setattr(Host, "limit", lambda self, which: limits[which])
     found = look(doctor.shared_memory, world.case())
-    assert "fail shm: /dev/shm has 64 MB" in found and "fail memlock" in found and "warn stack" in found
+    assert "fail shm: /dev/shm has 64 MB" in found and "warn memlock" in found and "warn stack" in found
+    (world.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert "fail memlock: locked memory is limited to 65536 bytes" in look(doctor.shared_memory, world.case())
     limits.update({resource.RLIMIT_MEMLOCK: -1, resource.RLIMIT_STACK: -1})
     monkeypatch.setattr(Host, "shm_mb", lambda self: 16000.0)
     assert look(doctor.shared_memory, world.case()) == ""
