@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from kimi_k3_serve import __version__, fit, image_lock, launch, models
 from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.guard import MIDDLEWARE
 from kimi_k3_serve.profile import load
 from kimi_k3_serve.topology import Topology
 
@@ -133,6 +134,7 @@ def add_lock(commands: Commands) -> None:
 
 def planned(args: argparse.Namespace, model: Path | str) -> launch.Launch:
     drain = ["--shutdown-timeout", str(args.shutdown_timeout)] if args.shutdown_timeout else []
+    guard = ["--middleware", MIDDLEWARE] if args.api_key_file else []
     return launch.plan(
         profile=args.profile,
         topology=args.topology,
@@ -144,7 +146,7 @@ def planned(args: argparse.Namespace, model: Path | str) -> launch.Launch:
         backend=args.backend,
         node=args.node,
         head=args.head,
-        extra=[*drain, *args.extra],
+        extra=[*drain, *guard, *args.extra],
     )
 
 
