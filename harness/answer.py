@@ -21,14 +21,13 @@ CANCELLED = "cancelled"
 
 
 class CompletionAnswer:
-    """`started` is done with the first token or the end; `ended` with the end. The rest are facts so far.
+    """`ended` is done with the end. The rest are facts so far.
 
     `status` and `error` are as in `RequestRecord`; OK stands until something goes wrong.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.status = OK
         self.error: str | None = None
@@ -47,11 +46,10 @@ class CompletionAnswer:
 
     def end(self, status: str, error: str | None, now: float) -> None:
         """The first end counts."""
-        if not self.ended.done():
+        if self.done_s is None:
             self.status, self.error, self.done_s = status, error, now
-            self.ended.set_result(None)
-            if not self.started.done():
-                self.started.set_result(None)
+            if not self.ended.done():  # who waited for it may have been cancelled
+                self.ended.set_result(None)
 
     # connection.Answer
 
@@ -64,7 +62,7 @@ class CompletionAnswer:
             self.end(STREAM_ERROR, f"the answer is encoded as {encoding.decode('latin-1')}, unasked", now)
 
     def on_body(self, data: bytes, now: float) -> None:
-        if self.ended.done():
+        if self.done_s is not None:
             return
         if self.http_status != 200:
             self._error_body += data
@@ -115,8 +113,6 @@ class CompletionAnswer:
                 if count > self.completion_tokens:
                     self.token_s.append(now)
                     self.token_counts.append(count)
-                    if not self.started.done():
-                        self.started.set_result(None)
             # A chunk of usage alone corrects the total and brings no token.
             self.completion_tokens = max(self.completion_tokens, count or 0)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

@@ -41,6 +41,7 @@ __all__ = [
     "send",
 ]
 
+NOT_FINISHED = "not finished"
 IDLE_CLOSE_S = 0.25
 """A connection that was opened ahead and ends unanswered this soon was closed before the request came."""
 
@@ -232,17 +233,25 @@ async def _follow(
     answer: CompletionAnswer, due_s: float, timeouts: Timeouts, clock: Callable[[], float]
 ) -> None:
     """Returns when the answer has ended, by itself or by a time-out."""
-    for point, limit_s, what in (
-        (answer.started, timeouts.first_token_s, "no token"),
-        (answer.ended, timeouts.total_s, "not finished"),
-    ):
-        try:
-            async with asyncio.timeout(max(0.0, due_s + min(limit_s, timeouts.total_s) - clock())):
-                await asyncio.shield(point)
-        except TimeoutError:
-            if limit_s >= timeouts.total_s:
-                what, limit_s = "not finished", timeouts.total_s
+
+    def give_up(what: str, limit_s: float) -> None:
+        if what == NOT_FINISHED or not answer.token_s:
             answer.end(TIMEOUT, f"{what} {limit_s:g} s after it was due", clock())
+
+    # Timers rather than asyncio.timeout, whose bookkeeping costs more than the rest of this function.
+    loop = asyncio.get_running_loop()
+    limits = [(NOT_FINISHED, timeouts.total_s)]
+    if timeouts.first_token_s < timeouts.total_s:
+        limits.append(("no token", timeouts.first_token_s))
+    timers = [
+        loop.call_later(max(0.0, due_s + limit_s - clock()), give_up, what, limit_s)
+        for what, limit_s in limits
+    ]
+    try:
+        await answer.ended
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def _was_closed_before(connection: Connection, answer: CompletionAnswer, dispatched_s: float) -> bool:

@@ -190,12 +190,12 @@ class Standby:
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
-        self._opening = asyncio.ensure_future(connector.open())
-        self._keeping = asyncio.create_task(self._keep())
+        self._kept = True
+        self._opening = self._open()
 
     async def take(self) -> Connection:
         """The connection kept, or one that is opened now. Raises what `Connector.open` raises."""
-        self._keeping.cancel()
+        self._kept = False
         if self._opening.done() and (self._opening.exception() or not self._opening.result().usable):
             self.close()
             self._opening = asyncio.ensure_future(self._connector.open())
@@ -205,19 +205,28 @@ class Standby:
 
     def close(self) -> None:
         """For one that nobody will take."""
-        self._keeping.cancel()
+        self._kept = False
         self._opening.cancel()
         if self._opening.done() and not self._opening.cancelled() and not self._opening.exception():
             self._opening.result().close()
 
-    async def _keep(self) -> None:
+    def _open(self) -> "asyncio.Task[Connection]":
+        opening = asyncio.ensure_future(self._connector.open())
+        opening.add_done_callback(self._watch)
+        return opening
+
+    def _watch(self, opening: "asyncio.Future[Connection]") -> None:
         """Opens it again when the server ends it. A failure to open is for the request to report."""
-        with contextlib.suppress(OSError):
-            while True:
-                connection = await asyncio.shield(self._opening)
-                await asyncio.shield(connection.lost)
-                await asyncio.sleep(REOPEN_S)
-                self._opening = asyncio.ensure_future(self._connector.open())
+        if not opening.cancelled() and not opening.exception():
+            opening.result().lost.add_done_callback(self._pause)
+
+    def _pause(self, _: object) -> None:
+        if self._kept:
+            asyncio.get_running_loop().call_later(REOPEN_S, self._open_again)
+
+    def _open_again(self) -> None:
+        if self._kept:
+            self._opening = self._open()
 
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:

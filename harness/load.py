@@ -8,9 +8,11 @@ starts.
 """
 
 import asyncio
+import bisect
 import gc
 import math
 import os
+import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +39,9 @@ __all__ = ["CellRun", "CellSpec", "Progress", "RequestRecord", "Target", "refusa
 
 NORMAL_PRIORITY = "HARNESS_NORMAL_PRIORITY"
 LEAD_S = 0.05  # from the end of the preparations to the first connection
-AHEAD_S = 0.25  # a request's connection is opened this long before it is due
-LAG_INTERVAL_S = 0.25  # each wake costs the client CPU time of its own
+AHEAD_S = 0.25  # a request's connection is opened at least this long before it is due
+OPEN_S = 1.0  # and no longer than this, where the client is awake to send another request anyway
+LAG_INTERVAL_S = 0.5  # each wake costs the client CPU time of its own
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class CellRun:
     """What a cell gave: a record for each request of the trace, in its order, and the client's own lateness.
 
     `loop_lag_s` samples by how much the event loop woke up late. CPU time of the client: `encode_s` for
-    building the requests before the cell, `cpu_s` from the first connection to the last answer. `real_time`:
-    it had real-time priority. `aborted` cells were stopped before their end.
+    building the requests before the cell, `cpu_s` from the first connection to the last answer, of which
+    `system_s` in the kernel. `real_time`: it had real-time priority. `aborted` cells were stopped before their
+    end.
     """
 
     records: list[RequestRecord]
@@ -75,6 +79,7 @@ class CellRun:
     real_time: bool = False
     started_monotonic_s: float = 0.0
     encode_s: float = 0.0
+    system_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ async def run_cell(
         await connector.resolve()
         start = await agree_on_start() if agree_on_start else soonest_start_s()
         started_unix_s = time.time() + start - time.monotonic()
-        cpu_s = time.process_time()
+        cpu_s, system_s = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
         async def dispatch() -> None:
             """The open loop: nothing here waits for an answer before the last request is sent."""
@@ -175,13 +180,14 @@ async def run_cell(
             for standby in standbys[len(sends) :]:
                 standby.close()
         cpu_s = time.process_time() - cpu_s
+        system_s = resource.getrusage(resource.RUSAGE_SELF).ru_stime - system_s
     records = [
         sends[i].result() if i < len(sends) and _returned(sends[i]) else _unsent(request, due[i])
         for i, request in enumerate(trace.requests)
     ]
     if progress:
         progress(_progress(sends, due, clock()))
-    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start, encode_s)
+    return CellRun(records, lag, started_unix_s, aborted, cpu_s, real_time, start, encode_s, system_s)
 
 
 def soonest_start_s() -> float:
@@ -208,9 +214,15 @@ def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:
 def _events(due: Sequence[float]) -> list[tuple[float, int, bool]]:
     """(when, request, whether its connection is opened or it is sent), in order of time.
 
-    Where both fall together the request that is due goes first.
+    A connection is opened right after the last request that goes out between OPEN_S and AHEAD_S before its own
+    is due, or AHEAD_S before where none does: to wake the client for it alone costs more CPU time than to open
+    it. Where both fall together the request that is due goes first.
     """
-    opening = [(due_s - AHEAD_S, index, True) for index, due_s in enumerate(due)]
+    opening = []
+    for index, due_s in enumerate(due):
+        before = bisect.bisect_right(due, due_s - AHEAD_S) - 1
+        together = before >= 0 and due[before] >= due_s - OPEN_S
+        opening.append((due[before] if together else due_s - AHEAD_S, index, True))
     sending = [(due_s, index, False) for index, due_s in enumerate(due)]
     return sorted(opening + sending, key=lambda event: (event[0], event[2], event[1]))
 

@@ -110,6 +110,7 @@ def merged(runs: Sequence[CellRun], trace: Trace) -> CellRun:
         real_time=all(run.real_time for run in runs),
         started_monotonic_s=runs[0].started_monotonic_s,
         encode_s=sum(run.encode_s for run in runs),
+        system_s=sum(run.system_s for run in runs),
     )
 
 

@@ -11,7 +11,7 @@ from builders import record, small_trace, spec
 from fake_server import FakeServer, Script
 
 from harness.client import Target
-from harness.load import Progress, refusal, run_cell
+from harness.load import AHEAD_S, OPEN_S, Progress, _events, refusal, run_cell
 
 
 def target(server: FakeServer) -> Target:
@@ -64,6 +64,18 @@ async def test_each_request_has_a_connection_of_its_own() -> None:
         run = await run_cell(target(server), small_trace(), spec())
     assert not any(r.connection_reused for r in run.records)
     assert all(h.get("Connection") == "close" for h in server.headers)
+
+
+@pytest.mark.parametrize(
+    "due", [[0.0, 0.2, 0.4, 0.6], [0.0, 0.1, 5.0, 5.3, 5.4], [0.0] * 4, [0.0, 0.25, 1.5]]
+)
+def test_connections_are_opened_in_time_and_while_the_client_is_awake(due: list[float]) -> None:
+    events = _events(due)
+    assert [index for _, index, opens in events if not opens] == list(range(len(due)))
+    for at_s, index, opens in events:
+        assert due[index] - OPEN_S <= at_s <= due[index] - AHEAD_S + 1e-9 if opens else at_s == due[index]
+        window = [d for d in due if due[index] - OPEN_S <= d <= due[index] - AHEAD_S]
+        assert not opens or at_s in window or not window  # no wake of its own
 
 
 async def test_what_is_left_at_the_drain_limit_is_cancelled() -> None:
