@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine as a process of ours: started, awaited, watched, and stopped with everything below it.
 
-    harness ── stdin pipe ── supervise.py ── engine ── its workers
+    harness ── stdin pipe ── supervise.py (two of it) ── engine ── its workers
 
 The supervisor (see its docstring) ends the engine when we ask, when we die in any way, and when the engine's
-main process ends. As a net for a supervisor that was killed itself, each engine carries a unique token in its
-environment, and stopping sweeps /proc for it.
+main process ends. As a net for supervisors that were killed themselves, each engine carries a token in its
+environment that names it and us: stopping it sweeps /proc for the token, and so does the next start of any
+engine where a token's harness lives no more.
 """
 
 import asyncio
@@ -109,8 +110,9 @@ class Engine:
         Of the environment only what matters to an engine, and nothing whose name sounds like a secret; paths
         below the working directory are shortened.
         """
-        supervisor = self.process.pid
-        main = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0]
+        main = _first_child(
+            _first_child(self.process.pid)
+        )  # of the guard: the supervisor; of that: the engine
         here = f"{Path.cwd()}/"
         argv = _strings(Path(f"/proc/{main}/cmdline"))
         variables = [entry.partition("=") for entry in _strings(Path(f"/proc/{main}/environ"))]
@@ -162,6 +164,7 @@ async def start(
     `ready_timeout_s` seconds; nothing of the engine is left in any of these cases, nor when this coroutine is
     cancelled.
     """
+    await end_strays(stop_grace_s + KILL_MARGIN_S)
     require_free_port(url)
     if proof_dir is not None:
         clear_proofs(proof_dir)
@@ -198,7 +201,7 @@ def _spawn(
     nice: int,
 ) -> Engine:
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex
+    token = f"{_owner(os.getpid())}-{uuid.uuid4().hex}"
     supervisor = (sys.executable, "-I", str(Path(__file__).with_name("supervise.py")))
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -294,14 +297,62 @@ def sweep(token: str) -> list[int]:
 
 def processes_with(token: str) -> list[int]:
     """Ids of living processes started with this token (a zombie has no environment any more)."""
-    needle = f"{TOKEN_VARIABLE}={token}".encode()
-    found = []
+    return [pid for pid, found in _tokens().items() if found == token]
+
+
+async def end_strays(within_s: float) -> None:
+    """Ends what is left of engines whose harness is gone.
+
+    A supervisor that still ends one in order gets `within_s` seconds for it: memory and ports are free after
+    that. Processes of other PID namespaces, where other ids hold, are not ours to judge.
+    """
+    deadline = time.monotonic() + within_s
+    while strays := {token for token in _tokens(ours=True).values() if _owner_is_gone(token)}:
+        for token in strays:
+            pids = processes_with(token)
+            supervised = any(b"supervise.py" in _read(Path(f"/proc/{pid}/cmdline")) for pid in pids)
+            if not supervised or time.monotonic() > deadline:
+                sweep(token)
+        await asyncio.sleep(POLL_S)
+
+
+def _tokens(*, ours: bool = False) -> dict[int, str]:
+    """By process id, ourselves excepted: the token in its environment; with `ours` of this PID namespace only."""
+    prefix = f"{TOKEN_VARIABLE}=".encode()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if needle in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+                for variable in (entry / "environ").read_bytes().split(b"\0"):
+                    if variable.startswith(prefix) and (
+                        not ours or (entry / "ns" / "pid").readlink() == namespace
+                    ):
+                        found[int(entry.name)] = variable.removeprefix(prefix).decode(errors="replace")
     return found
+
+
+def _owner(pid: int) -> str:
+    """Names a process for good: its id, and the clock ticks since boot at which it started."""
+    stat = _read(Path(f"/proc/{pid}/stat")).decode(errors="replace")
+    state = stat.rpartition(")")[2].split()  # field 3 on; the name before may hold anything
+    return f"{pid}-{state[19]}" if state and state[0] != "Z" else ""
+
+
+def _owner_is_gone(token: str) -> bool:
+    pid, _, rest = token.partition("-")
+    return pid.isdigit() and _owner(int(pid)) != f"{pid}-{rest.partition('-')[0]}"
+
+
+def _first_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _strings(path: Path) -> list[str]:

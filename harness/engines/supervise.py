@@ -9,12 +9,18 @@ verb:
     stdin reaches end of file    the harness wants the engine stopped, or is gone (SIGKILL closes pipes, too)
 
 A pipe rather than PR_SET_PDEATHSIG on this process, because that signal fires when the *thread* that started
-us ends. The engine itself does get PDEATHSIG, as a net for the case that the supervisor is killed.
+us ends.
 
 Being a child subreaper, the supervisor inherits every process below it whose own parent died: daemons that
 left the session or process group included. So "no child is left to wait for" proves that no descendant is
-left. Only a descendant of a supervisor that was itself killed can escape; the harness sweeps those by their
-environment (process.py).
+left. As it can be killed itself (SIGKILL), there are two of it, each of which ends the engine without the other:
+
+    guard ── supervisor ── engine ── its workers
+
+    supervisor killed    the guard, a subreaper as well, inherits the orphans and kills them
+    guard killed         the supervisor gets SIGTERM (PR_SET_PDEATHSIG) and ends the engine in order
+
+What is left if both are killed, and the harness with them, the next start of an engine ends (process.py).
 Shared memory that the engine made, has mapped at its end and does not remove is removed, too.
 
 Exit status: the engine's own, 128 + N when signal N ended it, 127 when it could not be executed. Only the
@@ -48,10 +54,17 @@ def main() -> int:
     parser.add_argument("argv", nargs="+")
     args = parser.parse_args()
 
-    foreign = set(SHARED_MEMORY.iterdir())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    _lower_priority(args.nice)
+    guard = os.getpid()
+    if supervisor := os.fork():
+        return watch_over(supervisor)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     stop_requested = _signals_as_file_descriptor()
+    if os.getppid() != guard:  # it died before we asked to be told
+        return 128 + signal.SIGTERM
+    foreign = set(SHARED_MEMORY.iterdir())
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
+    _lower_priority(args.nice)
     try:
         engine = subprocess.Popen(args.argv, stdin=subprocess.DEVNULL, preexec_fn=_die_with_supervisor).pid
     except OSError as error:
@@ -65,6 +78,25 @@ def main() -> int:
     for segment in segments:
         segment.unlink(missing_ok=True)
     return status
+
+
+def watch_over(supervisor: int) -> int:
+    """The guard: passes signals on, returns the supervisor's status, and ends what it may have left."""
+
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    statuses: dict[int, int] = {}
+    while supervisor not in statuses:
+        pid, status = os.waitpid(-1, 0)
+        statuses[pid] = status
+    while not _wait(statuses, POLL_S):
+        _signal_descendants(signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(statuses[supervisor])
+    return code if code >= 0 else 128 - code
 
 
 def end(engine: int, grace_s: float) -> int:

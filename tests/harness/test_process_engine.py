@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ async def test_ready_engine_has_every_proof_and_a_lower_priority(tmp_path: Path)
 
 async def test_stop_leaves_no_descendant(family: tuple[Engine, list[int]]) -> None:
     engine, pids = family
-    assert len(processes_with(engine.token)) >= 4  # supervisor, main process, two grandchildren
+    assert len(processes_with(engine.token)) >= 5  # guard, supervisor, main process, two grandchildren
     segment = Path(f"/dev/shm/fake_engine_{pids[0]}")
     assert segment.exists()
     assert engine.stop() == []  # the supervisor left nothing to sweep
@@ -114,12 +115,17 @@ async def test_killed_main_process_is_reported_and_takes_everything_along(
     assert log == ["  | fake engine tp2 starting"]
 
 
-async def test_killed_supervisor_cannot_leave_orphans(family: tuple[Engine, list[int]]) -> None:
+def child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize("which", ["guard", "supervisor"])
+async def test_either_supervisor_ends_the_engine_alone(family: tuple[Engine, list[int]], which: str) -> None:
     engine, pids = family
-    engine.process.kill()
-    assert eventually(lambda: gone(pids[0]))  # the engine dies with its supervisor ...
-    assert set(engine.stop()) >= set(pids[1:])  # ... and the sweep finds the rest
-    assert all(gone(pid) for pid in pids)
+    os.kill(engine.process.pid if which == "guard" else child(engine.process.pid), signal.SIGKILL)
+    assert eventually(lambda: all(gone(pid) for pid in pids))
+    assert eventually(lambda: processes_with(engine.token) == [])
+    assert not engine.alive()
 
 
 HARNESS = """
@@ -137,22 +143,55 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_harness(tmp_path: Path, number: signal.Signals) -> None:
+@contextmanager
+def harness_with_family(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str, int]]:
+    """A process that has started an engine, the engine's token, and the id of its guard."""
     harness = subprocess.Popen(
-        [sys.executable, "-c", HARNESS, str(tmp_path), str(Path(__file__).parent)],
+        [sys.executable, "-c", HARNESS, str(folder), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert harness.stdout is not None
-    token = harness.stdout.readline().strip()
-    assert len(processes_with(token)) >= 4
-    harness.send_signal(number)
+    with harness.stdout:
+        token = harness.stdout.readline().strip()
+        assert len(processes_with(token)) >= 5
+        yield harness, token, child(harness.pid)
     harness.wait(20)
-    harness.stdout.close()
-    assert eventually(lambda: processes_with(token) == [])
+
+
+@pytest.mark.parametrize("also", ["nobody", "guard", "supervisor"])
+def test_nothing_outlives_a_killed_harness(tmp_path: Path, also: str) -> None:
+    with harness_with_family(tmp_path) as (harness, token, guard):
+        killed = {"nobody": [], "guard": [guard], "supervisor": [child(guard)]}[also]
+        for pid in (harness.pid, *killed):
+            os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: processes_with(token) == [])
+
+
+def test_nothing_outlives_an_interrupted_harness(tmp_path: Path) -> None:
+    with harness_with_family(tmp_path) as (harness, token, _):
+        harness.send_signal(signal.SIGINT)
+        assert eventually(lambda: processes_with(token) == [])
+
+
+async def test_what_outlives_everybody_is_ended_by_the_next_start(
+    tmp_path: Path, family: tuple[Engine, list[int]]
+) -> None:
+    """Harness, guard and supervisor are killed at once; an engine whose harness lives is left alone."""
+    ours, alive = family
+    with harness_with_family(tmp_path / "other") as (harness, token, guard):
+        for pid in (harness.pid, child(guard), guard):
+            os.kill(pid, signal.SIGSTOP)  # so that none of them sees another one die
+        for pid in (harness.pid, child(guard), guard):
+            os.kill(pid, signal.SIGKILL)
+        harness.wait(20)
+    time.sleep(0.5)
+    assert processes_with(token)  # the control: nobody is left who would end them
+    with await start_fake(tmp_path / "next"):
+        assert processes_with(token) == []
+    assert ours.alive() and not any(gone(pid) for pid in alive)
 
 
 RENAMES = """
