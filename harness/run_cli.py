@@ -4,7 +4,6 @@
 import argparse
 import asyncio
 import math
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import uvloop
 
 from harness import calibrate
-from harness.client import Timeouts
+from harness.client import OK, RequestRecord, Timeouts
 from harness.course import Plan, planned_rates, walk_seconds
 from harness.engines.endpoint import ask_model, check_reachable, describe_server
 from harness.errors import UserError
@@ -21,6 +20,7 @@ from harness.load import Target
 from harness.options import parse_arm, parse_limits, parse_rates
 from harness.progress import JsonEvents, ProgressLine
 from harness.report import write_report
+from harness.signals import on_ending
 from harness.sla import Limits, Rule
 from harness.store import RunStore, new_arm, new_manifest
 from harness.sweep import FIRST_TAIL_S, measure
@@ -71,6 +71,20 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"interrupted; {kept} cells kept in {store.path}; go on with --resume")
     if arguments.json:
         JsonEvents(sys.stdout).tell("done", dir=str(store.path), cells=kept, complete=complete)
+    _require_answers(store)
+
+
+def _require_answers(store: RunStore) -> None:
+    """Raises UserError where an arm answered nothing at all: its cells are kept, but nobody should build on them."""
+    records: dict[str, list[RequestRecord]] = {}
+    for cell in store.cells():
+        records.setdefault(cell.key.arm, []).extend(cell.records)
+    for arm, found in records.items():
+        if all(record.status != OK for record in found):
+            raise UserError(
+                f"arm {arm} answered none of {len(found)} requests ({found[0].error}); check the server, then"
+                f" measure again: {store.path} is kept"
+            )
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -130,10 +144,9 @@ async def _measure(
     plan: Plan,
     arguments: argparse.Namespace,
 ) -> bool:
-    """Measure until done or until the first SIGINT or SIGTERM."""
+    """Measure until done or until the first SIGINT, SIGTERM or SIGHUP."""
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_ending(stop.set)
     print(plan_text(plan, len(targets), trace.span), file=sys.stderr)
     if not arguments.skip_calibration:
         manifest = store.manifest

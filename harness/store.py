@@ -335,7 +335,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write whole or not at all."""
-    with _whole(path) as partial:
+    with whole(path) as partial:
         partial.write_bytes(content)
 
 
@@ -358,13 +358,13 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_parquet(path: Path, table: pa.Table) -> None:
-    with _whole(path) as partial:
+    with whole(path) as partial:
         pq.write_table(table, partial)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` once everything is written."""
+def whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` once everything is written. UserError where it cannot be."""
     partial = path.with_name(path.name + ".tmp")
     try:
         yield partial

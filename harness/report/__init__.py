@@ -8,6 +8,7 @@ from harness.report.pairs import paired_ttft
 from harness.report.plots import drawn_plots, valid_cells, write_plots
 from harness.report.summary import build_summary
 from harness.report.tables import cells_csv, markdown_report, paired_csv
+from harness.signals import deferred
 from harness.store import RunStore, write_bytes, write_json
 
 
@@ -15,8 +16,13 @@ def write_report(store: RunStore) -> str:
     """Rebuild every output of a run from its records; returns the tables as Markdown text.
 
     Writes report.html, summary.json, table.md, cells.csv, paired.csv and plots/*.png, *.svg. The same records
-    give the same bytes.
+    give the same bytes. A signal that would end the process waits until all are written.
     """
+    with deferred():
+        return _write_report(store)
+
+
+def _write_report(store: RunStore) -> str:
     cells = list(store.cells())
     manifest = store.manifest
     summary = build_summary(manifest, cells)

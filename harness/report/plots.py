@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from harness.report.pairs import paired_ttft
-from harness.store import Cell
+from harness.store import Cell, whole
 from harness.validity import ttft_s
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -76,8 +76,11 @@ class Drawn:
 
 
 def write_plots(folder: Path, summary: Summary, cells: Sequence[Cell]) -> None:
-    """Write every plot as PNG and SVG, text as outlines; none where there is no cell."""
+    """Write every plot as PNG and SVG, text as outlines; where there is no cell, remove what an earlier report drew."""
     if not cells:
+        for name, *_ in PLOTS:
+            for suffix in (".png", ".svg"):
+                (folder / f"{name}{suffix}").unlink(missing_ok=True)
         return
     folder.mkdir(exist_ok=True)
     suffix = f"scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}"
@@ -86,8 +89,10 @@ def write_plots(folder: Path, summary: Summary, cells: Sequence[Cell]) -> None:
             plot = Plot(name)
             draw(plot, summary, cells)
             plot.figure.suptitle(f"{title}\n{suffix}", fontsize=11)
-            plot.figure.savefig(folder / f"{name}.png", dpi=SLIDE_DPI, metadata={"Software": None})
-            plot.figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            with whole(folder / f"{name}.png") as path:
+                plot.figure.savefig(path, format="png", dpi=SLIDE_DPI, metadata={"Software": None})
+            with whole(folder / f"{name}.svg") as path:
+                plot.figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def drawn_plots(summary: Summary, cells: Sequence[Cell]) -> Iterator[Drawn]:

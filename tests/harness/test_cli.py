@@ -95,7 +95,10 @@ async def test_run_then_report(tmp_path: Path, trace_file: Path) -> None:
     assert (out / "table.md").read_text() in text
 
 
-async def test_ctrl_c_in_the_middle_of_a_cell_finishes_the_report(tmp_path: Path, trace_file: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_in_the_middle_of_a_cell_finishes_the_report(
+    tmp_path: Path, trace_file: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "out"
     reached = asyncio.Event()
 
@@ -123,7 +126,7 @@ async def test_ctrl_c_in_the_middle_of_a_cell_finishes_the_report(tmp_path: Path
             stderr=asyncio.subprocess.PIPE,
         )
         await reached.wait()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = await process.communicate()
     assert (
         error_line(process.returncode or 0, stderr.decode())
@@ -158,6 +161,19 @@ async def test_a_server_that_refuses(tmp_path: Path, trace_file: Path) -> None:
     assert "HTTP 400: too long" in error_line(code, err)
     assert "# Result" in text
     assert len(json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]) == 2
+
+
+async def test_a_run_that_answers_nothing_is_no_success(tmp_path: Path, trace_file: Path) -> None:
+    """Server errors do not stop a cell, for they may pass; an arm that gives nothing else has failed."""
+    out = tmp_path / "out"
+    words = ("run", "--skip-calibration", "--trace", trace_file, "--rates", "100", "--out", out)
+    async with FakeServer(lambda index, _: Script(status=503, body="busy") if index else Script()) as server:
+        code, text, err = await harness(*words, "--arm", f"a={server.url}")
+    assert error_line(code, err) == (
+        "error: arm a answered none of 6 requests (HTTP 503: busy); check the server, then measure again:"
+        f" {out} is kept"
+    )
+    assert "none of 6 requests was answered" in text
 
 
 Change = Callable[[dict[str, str]], object]

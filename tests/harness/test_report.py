@@ -4,6 +4,8 @@
 import csv
 import io
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from builders import cell_run, manifest, small_trace
 
+from harness import report
 from harness.errors import UserError
 from harness.load import CellRun
 from harness.report import build_summary, write_report
@@ -222,6 +225,37 @@ def test_a_run_without_cells_or_metrics_is_reported(tmp_path: Path) -> None:
     bare.write_cell(CellKey("tp2", 1.0, 0), cell_run([None] * 6), trace_sha256=TRACE.sha256, cache_salt="")
     assert "Result" in write_report(bare)
     assert (tmp_path / "bare" / "plots" / "engine.png").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_for_the_whole_report(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    draw = report.write_plots
+
+    def interrupted(*arguments: Any) -> None:
+        os.kill(os.getpid(), number)
+        draw(*arguments)
+
+    monkeypatch.setattr(report, "write_plots", interrupted)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(store)
+    assert signal.getsignal(number) == before
+    names = {path.relative_to(store.path).as_posix() for path in store.path.rglob("*") if path.is_file()}
+    assert {"report.html", "plots/engine.png", "plots/engine.svg", "plots/ttft.svg"} <= names
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_a_report_of_fewer_cells_leaves_no_old_plot(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    write_report(store)
+    (store.path / "plots" / "mine.png").write_bytes(b"")
+    for path in (store.path / "cells").iterdir():
+        path.unlink()
+    write_report(store)
+    assert [path.name for path in (store.path / "plots").iterdir()] == ["mine.png"]
 
 
 def test_parity_is_passed_on(tmp_path: Path) -> None:
