@@ -16,6 +16,7 @@ def register() -> None:
         SourceLockError: vLLM's text is not the locked one.
         ValueError: KIMI_K3_CPU_MLA has an unknown value.
         PrefillKVError: KIMI_K3_PREFILL_KV asks for what this platform cannot do.
+        ShardError: VLLM_KIMI_SHARD_QKV_A has an unknown value.
     """
     import os
 
@@ -36,6 +37,10 @@ def register() -> None:
     loader.install()
     backends.install()
     ownership.install(kimi=current_platform.is_cuda())
+    if current_platform.is_cuda():
+        from kimi_k3_serve.attention import cures
+
+        cures.install()
     if current_platform.is_cpu() and choice == "dcp":
         from kimi_k3_serve import cpu
 
@@ -44,6 +49,13 @@ def register() -> None:
     from kimi_k3_serve.publish import hook
 
     hook.install(current_platform.device_type)
+
+    from kimi_k3_serve.projection import shard
+
+    if shard.enabled():
+        from kimi_k3_serve.projection import install
+
+        install.install(current_platform.device_type)
 
     from kimi_k3_serve import metrics
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers of a projection gather over peer memory, and its two calls. No vLLM here."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kimi_k3_serve.projection import kernels
+from kimi_k3_serve.symmetric.region import Region, addresses
+
+MAX_ROWS = 8
+UNIT = 8  # bytes of payload that move as one; they take twice as many in a slot
+UNITS = 128  # units of a block: one a thread
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a launch moves: bytes a row of the two parts, on one rank; up to `rows` rows."""
+
+    first: int
+    second: int
+    rows: int = MAX_ROWS
+    ubatches: int = 1
+
+    def objection(self) -> str | None:
+        """Why these parts cannot be moved; None where they can."""
+        for part in (self.first, self.second):
+            if part % UNIT:
+                return f"{part} bytes a row and rank are not a multiple of {UNIT}"
+        return None
+
+    def slots_bytes(self, world_size: int) -> int:
+        """Both slots of one ubatch."""
+        return 2 * self.rows * world_size * 2 * (self.first + self.second)
+
+    def nbytes(self, world_size: int) -> int:
+        """Symmetric memory a rank needs."""
+        return self.ubatches * self.slots_bytes(world_size)
+
+
+class PeerGather:
+    """One rank's side. Every rank makes the same calls in the same order; see `kernels` for the protocol."""
+
+    def __init__(self, region: Region, geometry: Geometry) -> None:
+        """Args:
+        region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
+        """
+        own = region.peers[region.rank]
+        if own.numel() < geometry.nbytes(region.world_size):
+            raise ValueError(
+                f"region of {own.numel()} bytes; {geometry.nbytes(region.world_size)} are needed"
+            )
+        if reason := geometry.objection():
+            raise ValueError(reason)
+        self.region, self.geometry = region, geometry
+        self.rank, self.world_size = region.rank, region.world_size
+        self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
+        self.blocks = -(-self.world_size * (self.first + self.second) // UNITS)
+        self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
+        shape = (geometry.ubatches, geometry.rows, self.blocks)
+        self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
+
+    def takes(self, *parts: torch.Tensor) -> bool:
+        """Whether these rows can go this way. Depends on what is alike on all ranks: shapes, strides, devices."""
+        return all(
+            part.dim() == 2
+            and 0 < part.shape[0] <= self.geometry.rows
+            and part.stride(1) == 1
+            and part.device == self.bases.device
+            and part.stride(0) * part.itemsize % UNIT == 0
+            and part.storage_offset() * part.itemsize % UNIT == 0
+            for part in parts
+        )
+
+    def merged(self, local: torch.Tensor, ubatch: int = 0) -> torch.Tensor:
+        """[rows, local columns of both parts], any row stride -> [rows, W times as many], first part first."""
+        units = self.first + self.second
+        rows, itemsize = local.shape[0], local.itemsize
+        if local.shape[1] * itemsize != units * UNIT:
+            raise ValueError(f"rows of {local.shape[1] * itemsize} bytes; this gather moves {units * UNIT}")
+        words = local.view(torch.int64)
+        out = torch.empty(rows, self.world_size * units, dtype=torch.int64, device=local.device)
+        behind = self.world_size * self.first
+        self.launch(words, words[:, self.first :], out, out[:, behind:], ubatch)
+        return out.view(local.dtype)
+
+    def pair(
+        self, first: torch.Tensor, second: torch.Tensor, ubatch: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, A] and [rows, B] of any dtypes -> [rows, W * A] and [rows, W * B], rank-major, bit by bit."""
+        rows = first.shape[0]
+        for part, nbytes in ((first, self.geometry.first), (second, self.geometry.second)):
+            if part.shape[0] != rows or part.shape[1] * part.itemsize != nbytes:
+                raise ValueError(
+                    f"{tuple(part.shape)} {part.dtype}; this gather moves {rows} rows of {nbytes} bytes"
+                )
+        out_first, out_second = (
+            torch.empty(rows, self.world_size * units, dtype=torch.int64, device=first.device)
+            for units in (self.first, self.second)
+        )
+        self.launch(first.view(torch.int64), second.view(torch.int64), out_first, out_second, ubatch)
+        return out_first.view(first.dtype), out_second.view(second.dtype)
+
+    def launch(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        out_first: torch.Tensor,
+        out_second: torch.Tensor,
+        ubatch: int,
+    ) -> None:
+        kernels.gather_kernel[(first.shape[0] * self.blocks,)](
+            first,
+            second,
+            out_first,
+            out_second,
+            first.stride(0),
+            second.stride(0),
+            out_first.stride(0),
+            out_second.stride(0),
+            self.bases,
+            self.epochs[ubatch],
+            ubatch * self.geometry.slots_bytes(self.world_size),
+            self.rank,
+            FIRST=self.first,
+            SECOND=self.second,
+            ROWS=self.geometry.rows,
+            WORLD_SIZE=self.world_size,
+            UNITS=UNITS,
+            PTX=self.bases.is_cuda,
+            num_warps=UNITS // 32,
+        )

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way a projection's rows take: KIMI_K3_PROJECTION_GATHER, what is possible, and why.
+
+auto        b12x where VLLM_USE_B12X_DCP_A2A=1 and it can be; else peer where it can be; else collective
+b12x        one row over b12x's copy collective (SM120, SM121), or no start
+peer        one to eight rows over peer memory (SM90, SM100), or no start
+collective  the standard all-gather
+
+All ranks agree once, when the model is built. More rows than a way takes (prefill, larger batches) and other dtypes
+than BF16 and FP16 go through the standard all-gather: a choice that depends on what is alike on all ranks.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.projection import b12x_row
+from kimi_k3_serve.projection.exchange import Geometry, PeerGather
+from kimi_k3_serve.projection.shard import local_widths, restore
+from kimi_k3_serve.proof import mark_used
+from kimi_k3_serve.symmetric import allocate, choose
+
+SWITCH = "KIMI_K3_PROJECTION_GATHER"
+USE_B12X = "VLLM_USE_B12X_DCP_A2A"
+CHOICES = ("auto", "b12x", "peer", "collective")
+HALF = (torch.bfloat16, torch.float16)
+PEER_CAPABILITIES = (9, 10)  # compute capability, major
+
+
+class ProjectionGatherError(UserError):
+    """KIMI_K3_PROJECTION_GATHER asks for what cannot work here."""
+
+
+class Way(Protocol):
+    """A fast way for a few rows."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def takes(self, local: torch.Tensor) -> bool: ...
+
+    def merged(self, local: torch.Tensor) -> torch.Tensor: ...
+
+
+class PeerRows:
+    """`PeerGather` for the ubatch that runs."""
+
+    def __init__(self, peer: PeerGather, ubatch: Callable[[], int]) -> None:
+        self.peer, self.ubatch = peer, ubatch
+        self.rows, self.takes = peer.geometry.rows, peer.takes
+
+    def merged(self, local: torch.Tensor) -> torch.Tensor:
+        return self.peer.merged(local, self.ubatch())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, the same on every rank, and why not what comes before it."""
+
+    name: str
+    reason: str
+    way: Way | None
+
+
+class LatentGather:
+    """Local rows of a column-sharded merged projection -> its logical rows. Shared by all layers of one geometry."""
+
+    def __init__(self, group: Any, widths: Sequence[int], choice: Choice) -> None:
+        """Args:
+        group: vLLM's coordinator of the ranks that hold the shards.
+        widths: columns of each part over all ranks.
+        """
+        self.group, self.choice, self.way = group, choice, choice.way
+        self.local = local_widths(widths, group.world_size)
+        self.local_width = sum(self.local)
+        self.used = f"projection_{choice.name}"
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        """[rows, columns of this rank] -> [rows, all columns], first part first. One rank: the tensor itself."""
+        if self.group.world_size == 1:
+            return local
+        if self.way is not None and local.dtype in HALF and self.way.takes(local):
+            mark_used(self.used)
+            return self.way.merged(local)
+        mark_used("projection_all_gather")
+        gathered = self.group.all_gather(local.contiguous(), dim=0)
+        return restore(gathered.view(self.group.world_size, *local.shape), self.local)
+
+
+class PairedGather:
+    """Local rows of two projections -> their whole rows behind one rendezvous, bit by bit.
+
+    For instance the routed experts' BF16 down projection and the router's FP32 scores. Without peers, and for more than
+    eight rows, two standard all-gathers give the same bits.
+    """
+
+    def __init__(
+        self, group: Any, peer: PeerGather | None, reason: str = "", ubatch: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.group, self.peer, self.reason, self.ubatch = group, peer, reason, ubatch
+
+    def __call__(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, A] and [rows, B], any dtypes -> [rows, W * A] and [rows, W * B], rank-major columns."""
+        if self.group.world_size == 1:
+            return first, second
+        if self.peer is not None and self.peer.takes(first, second):
+            mark_used("projection_peer_pair")
+            return self.peer.pair(first, second, self.ubatch())
+        mark_used("projection_all_gather_pair")
+        return self.alone(first), self.alone(second)
+
+    def alone(self, part: torch.Tensor) -> torch.Tensor:
+        gathered = self.group.all_gather(part.contiguous(), dim=0)
+        return restore(gathered.view(self.group.world_size, *part.shape), part.shape[1:])
+
+
+def coordinator(tensor_parallel: Any, context_parallel: Any) -> Any:
+    """Whose ranks gather: the tensor-parallel coordinator, or the DCP one where it has the same ranks in that order."""
+    if context_parallel is not None and list(context_parallel.ranks) == list(tensor_parallel.ranks):
+        return context_parallel
+    return tensor_parallel
+
+
+def asked() -> str:
+    """The switch's value.
+
+    Raises:
+        ProjectionGatherError: an unknown value.
+    """
+    value = os.environ.get(SWITCH, "auto")
+    if value not in CHOICES:
+        raise ProjectionGatherError(f"{SWITCH}={value!r} is not known; use one of {', '.join(CHOICES)}")
+    return value
+
+
+def select(
+    group: Any,
+    widths: Sequence[int],
+    device: torch.device,
+    *,
+    ubatches: int = 1,
+    ubatch: Callable[[], int] = lambda: 0,
+    transports: Sequence[str] = ("peer",),
+) -> Choice:
+    """Choose and build for a merged projection of two parts in BF16 or FP16. Collective over `group`.
+
+    Raises:
+        ProjectionGatherError: the way asked for cannot work, or ranks were configured differently.
+        ShardError: a width does not divide by the number of ranks.
+    """
+    local = local_widths(widths, group.world_size)
+    value = agreed_value(group)
+    reasons: dict[str, str] = {}
+    if group.world_size == 1:
+        return Choice("identity", "one rank holds every column", None)
+    if value in ("auto", "b12x"):
+        refusal = first_refusal(group, b12x_refusal(device, group.world_size, forced=value == "b12x"))
+        if refusal is None:
+            return Choice("b12x", because(reasons, value), b12x_row.B12xRow(group, local, device))
+        reasons["b12x"] = refusal
+    if value in ("auto", "peer"):
+        first, second = local
+        geometry = Geometry(2 * first, 2 * second, ubatches=ubatches)
+        peer, reason = build_peer(group, geometry, device, transports)
+        if peer is not None:
+            return Choice("peer", because(reasons, value), PeerRows(peer, ubatch))
+        reasons["peer"] = reason
+    if value in reasons:
+        raise ProjectionGatherError(f"{SWITCH}={value} cannot work here: {reasons[value]}; use {SWITCH}=auto")
+    return Choice("collective", because(reasons, value), None)
+
+
+def select_pair(
+    group: Any,
+    first_bytes: int,
+    second_bytes: int,
+    device: torch.device,
+    *,
+    ubatches: int = 1,
+    ubatch: Callable[[], int] = lambda: 0,
+    transports: Sequence[str] = ("peer",),
+) -> PairedGather:
+    """The paired gather of rows of `first_bytes` and `second_bytes` a rank. Collective over `group`.
+
+    Raises:
+        ProjectionGatherError: as for `select`.
+    """
+    value = agreed_value(group)
+    if group.world_size == 1 or value in ("collective", "b12x"):
+        return PairedGather(group, None, f"{SWITCH}={value}")
+    peer, reason = build_peer(
+        group, Geometry(first_bytes, second_bytes, ubatches=ubatches), device, transports
+    )
+    if peer is None and value == "peer":
+        raise ProjectionGatherError(f"{SWITCH}=peer cannot work here: {reason}; use {SWITCH}=auto")
+    return PairedGather(group, peer, reason, ubatch)
+
+
+def because(reasons: dict[str, str], value: str) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or f"{SWITCH}={value}"
+
+
+def agreed_value(group: Any) -> str:
+    """The switch's value, which must be the same on all ranks. Collective."""
+    everyone: list[Any] = [None] * group.world_size
+    dist.all_gather_object(everyone, asked(), group=group.cpu_group)
+    if len(set(everyone)) > 1:
+        raise ProjectionGatherError(
+            f"{SWITCH} differs between ranks: {everyone}; set it alike for every worker"
+        )
+    return str(everyone[0])
+
+
+def first_refusal(group: Any, mine: str | None) -> str | None:
+    """The first rank's reason against, or None where no rank has one. Collective."""
+    everyone: list[Any] = [None] * group.world_size
+    dist.all_gather_object(everyone, mine, group=group.cpu_group)
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(everyone) if reason), None)
+
+
+def b12x_refusal(device: torch.device, world_size: int, *, forced: bool) -> str | None:
+    if not forced and os.environ.get(USE_B12X) != "1":
+        return f"{USE_B12X} is not 1"
+    return b12x_row.objection(device, world_size)
+
+
+def peer_refusal(device: torch.device, geometry: Geometry) -> str | None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in PEER_CAPABILITIES:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the peer gather is for SM90 and SM100, this GPU is SM{major}{minor}"
+    return geometry.objection()
+
+
+def build_peer(
+    group: Any, geometry: Geometry, device: torch.device, transports: Sequence[str]
+) -> tuple[PeerGather | None, str]:
+    """The gather over peer memory, or None and the reason. Collective."""
+    if refusal := first_refusal(group, peer_refusal(device, geometry)):
+        return None, refusal
+    transport, why = choose(group.cpu_group, device, transports)
+    if transport is None:
+        return None, "; ".join(why.values())
+    nbytes = geometry.nbytes(group.world_size)
+    region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
+    return PeerGather(region, geometry), ""

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""The gather of a few projection rows over peer memory: one Triton launch, no barrier, no second kernel.
+
+Protocol
+--------
+W ranks launch the same number of rows in the same order. A row of one rank is cut into *units* of 8 bytes. Every rank
+has two *slots*; a slot holds, for each row, the units of all W ranks, 16 bytes each: two words of 8 bytes, in each of
+which 4 bytes of payload travel with the 4 bytes of the *epoch*.
+
+1. **push**     each unit is stored into every rank's slot, two words at once;
+2. **receive**  each unit of one's own slot is read until both its words carry this launch's epoch;
+3. **place**    its payload is written where the logical order wants it. Nothing remains to be rearranged.
+
+A word is stored and read whole (8 bytes, relaxed, system scope): who reads the epoch has read the payload. So there is
+no fence, no flag beside the data, and the latency is one way over the link. (NCCL's LL protocol rests on the same.)
+
+Epochs. A row's epoch counts the launches that had this row; it lives on the device, and a CUDA graph replays. Each
+block keeps its own copy, and writes it last. Launches of epoch e use slot e mod 2. A slot's words carry epoch e - 2 (or
+0, never written) until those of e arrive: equality tells them apart, also when 32 bits wrap.
+
+Why a slot is never overwritten while it is read. Rank A pushes epoch e + 2 of a row after its launch of e + 1 has ended
+(stream order). That launch received every rank B's units of e + 1, which B pushed after its launch of e had ended
+(stream order), in which it read its slot for the last time. With one slot that argument has nothing to stand on.
+
+Blocks need not be resident together. A block pushes before it receives, and what it waits for is pushed by a block of
+the other rank whose predecessors wait only for smaller (row, lesser rank, greater rank, unit): blocks that run one
+after another, in the order of their numbers, come to an end. Different ubatches have slots and epochs of their own.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def slot_of(epoch):
+    return epoch & 1
+
+
+@triton.jit
+def push(address, payload, epoch, valid, PTX: tl.constexpr):
+    """Store 8 bytes of payload as two words, each half a payload and the epoch, at an address of 16 bytes."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred valid;
+                .reg .b32 low, high;
+                .reg .b64 word<2>;
+                setp.ne.s32 valid, $4, 0;
+                mov.b64 {low, high}, $2;
+                mov.b64 word0, {low, $3};
+                mov.b64 word1, {high, $3};
+                @valid st.relaxed.sys.global.v2.b64 [$1], {word0, word1};
+                mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,l,r,r",
+            [address, payload, epoch, valid.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = address.to(tl.pointer_type(tl.int64))
+        stamp = epoch.to(tl.int64) << 32
+        low = stamp | (payload & 0xFFFFFFFF)
+        high = stamp | ((payload >> 32) & 0xFFFFFFFF)
+        tl.atomic_xchg(word, low, mask=valid, sem="relaxed", scope="sys")
+        tl.atomic_xchg(word + 1, high, mask=valid, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def receive(address, epoch, valid, PTX: tl.constexpr):
+    """Read two words until both carry the epoch; the 8 bytes of payload, or 0 where not `valid`."""
+    if PTX:
+        payload = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred again, valid;
+                .reg .b32 low, high, first, second;
+                .reg .b64 word<2>;
+                setp.ne.s32 valid, $3, 0;
+                mov.b32 low, 0;
+                mov.b32 high, 0;
+            poll:
+                @valid ld.relaxed.sys.global.v2.b64 {word0, word1}, [$1];
+                @valid mov.b64 {low, first}, word0;
+                @valid mov.b64 {high, second}, word1;
+                setp.ne.and.s32 again, first, $2, valid;
+                @again bra poll;
+                setp.ne.and.s32 again, second, $2, valid;
+                @again bra poll;
+                mov.b64 $0, {low, high};
+            }
+            """,
+            "=l,l,r,r",
+            [address, epoch, valid.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = address.to(tl.pointer_type(tl.int64))
+        low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
+        high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
+        stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
+        while tl.sum(stale.to(tl.int32), axis=0) > 0:
+            low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
+            high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
+            stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
+        payload = (high << 32) | (low & 0xFFFFFFFF)
+    return payload
+
+
+# One compiled kernel for all ranks, rows and layouts of a geometry: a rank that compiles keeps the others spinning.
+@triton.jit(
+    do_not_specialize=[
+        *("first_stride", "second_stride", "out_first_stride", "out_second_stride"),
+        *("slots_offset", "rank"),
+    ],
+    do_not_specialize_on_alignment=["first", "second", "out_first", "out_second", "epochs"],
+)
+def gather_kernel(
+    first,
+    second,
+    out_first,
+    out_second,
+    first_stride,
+    second_stride,
+    out_first_stride,
+    out_second_stride,
+    bases,
+    epochs,
+    slots_offset,
+    rank,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    UNITS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Gather two parts of each row from all ranks. Grid: rows * BLOCKS, BLOCKS = ceil(units of a gathered row / UNITS).
+
+    Args:
+        first, second: int64, [rows, FIRST] and [rows, SECOND] units of this rank; strides in units.
+        out_first, out_second: int64, [rows, WORLD_SIZE * FIRST] and [rows, WORLD_SIZE * SECOND], rank-major each.
+        bases: [WORLD_SIZE] int64, where each rank's symmetric memory begins.
+        epochs: [ROWS, BLOCKS] int32 of this rank and ubatch.
+        slots_offset: bytes from there to the ubatch's slots, [2, ROWS, WORLD_SIZE * (FIRST + SECOND), 16] bytes.
+    """
+    OWN: tl.constexpr = FIRST + SECOND
+    GATHERED: tl.constexpr = WORLD_SIZE * OWN
+    BLOCKS: tl.constexpr = (GATHERED + UNITS - 1) // UNITS
+    row = tl.program_id(0) // BLOCKS
+    counter = epochs + tl.program_id(0)
+    epoch = tl.load(counter) + 1
+
+    # Item i is this rank's unit i mod OWN on its way to rank i div OWN, and the same unit of that rank on its way here.
+    item = tl.program_id(0) % BLOCKS * UNITS + tl.arange(0, UNITS)
+    valid = item < GATHERED
+    other = item // OWN
+    unit = item % OWN
+    in_first = unit < FIRST
+    in_second = unit - FIRST
+    payload = tl.load(first + row * first_stride + unit, mask=valid & in_first, other=0) | tl.load(
+        second + row * second_stride + in_second, mask=valid & (in_second >= 0), other=0
+    )
+    place = slots_offset + ((slot_of(epoch) * ROWS + row) * GATHERED).to(tl.int64) * 16
+    theirs = tl.load(bases + other, mask=valid, other=0) + place + (rank * OWN + unit) * 16
+    stamp = tl.zeros([UNITS], tl.int32) + epoch
+    push(theirs, payload, stamp, valid, PTX)
+
+    ours = tl.load(bases + rank) + place + item * 16
+    arrived = receive(ours, stamp, valid, PTX)
+    tl.store(
+        out_first + row * out_first_stride + other * FIRST + unit,
+        arrived,
+        mask=valid & in_first,
+    )
+    tl.store(
+        out_second + row * out_second_stride + other * SECOND + in_second,
+        arrived,
+        mask=valid & (in_second >= 0),
+    )
+    tl.debug_barrier()  # every thread has read the counter
+    tl.store(counter, epoch)
