@@ -14,7 +14,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.load import CellSpec, RequestRecord, Target, run_cell
 from harness.sla import SOURCE_LIMITS_S, Limits
-from harness.stats import order_statistic
+from harness.stats import quantile
 from harness.trace import Request, Trace
 from harness.validity import ttft_s
 
@@ -35,7 +35,7 @@ class Baseline:
 
     @property
     def unloaded_ttft_p50_s(self) -> float:
-        return order_statistic([ttft_s(record) for record in self.unloaded], 50)
+        return quantile([ttft_s(record) for record in self.unloaded], 50)
 
     @property
     def capacity_qps(self) -> float:

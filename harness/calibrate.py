@@ -32,7 +32,7 @@ import uvloop
 from harness.errors import UserError
 from harness.load import CellRun, CellSpec, Target, run_cell
 from harness.options import parse_rates
-from harness.stats import order_statistic
+from harness.stats import quantile
 from harness.store import write_json
 from harness.trace import Request, Trace
 
@@ -138,7 +138,7 @@ def accuracy_of(
         n=len(run.records),
         error_ms=error_summary(errors_ms),
         gap_cv=gap_cv([stamp["head_s"] for stamp in seen]),
-        slip_p99_ms=order_statistic(slips_ms, 99),
+        slip_p99_ms=quantile(slips_ms, 99),
         cpu_ms=1e3 * run.cpu_s / len(run.records),
         encode_ms=1e3 * run.encode_s / len(run.records),
         real_time=run.real_time,
@@ -148,8 +148,8 @@ def accuracy_of(
 
 def error_summary(errors_ms: Sequence[float]) -> dict[str, float]:
     return {
-        "p50": order_statistic(errors_ms, 50),
-        "p95": order_statistic(errors_ms, 95),
+        "p50": quantile(errors_ms, 50),
+        "p95": quantile(errors_ms, 95),
         "max": max(errors_ms),
     }
 

@@ -24,13 +24,19 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def order_statistic(values: Sequence[float], percent: int) -> float:
-    """The nearest-rank percentile: the smallest value with at least `percent` % of the sample at or below it.
+def quantile(values: Sequence[float], percent: int) -> float:
+    """The one definition of a percentile here; of 50 % it is the usual median.
 
-    A value of the sample itself, never between two, so that infinities (failures) need no special rule.
+    The smallest value with more than `percent` % of the sample at or below it; where a value has exactly that
+    share at or below it, the mean of this and the next one (Hyndman and Fan, Sample Quantiles, 1996, type 2).
+    So P50(b - a) = -P50(a - b), also of an even sample. A mean with a failure (infinite) is infinite.
     """
-    rank = max(1, -(-len(values) * percent // 100))
-    return sorted(values)[rank - 1]
+    ordered = sorted(values)
+    rank, beyond = divmod(len(ordered) * percent, 100)
+    if beyond:
+        return ordered[rank]
+    low, high = ordered[max(rank, 1) - 1], ordered[min(rank, len(ordered) - 1)]
+    return low if low == high else (low + high) / 2
 
 
 def supports(n: int, percent: int) -> bool:
@@ -43,10 +49,10 @@ def supports(n: int, percent: int) -> bool:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """`order_statistic`, or None where the sample cannot support it or it falls on a failure (infinity)."""
+    """`quantile`, or None where the sample cannot support it or it falls on a failure (infinity)."""
     if not supports(len(values), percent):
         return None
-    value = order_statistic(values, percent)
+    value = quantile(values, percent)
     return value if math.isfinite(value) else None
 
 

@@ -34,7 +34,7 @@ from harness.errors import UserError
 from harness.load import CellRun
 from harness.scrape import COLUMNS, Sample
 from harness.sla import SOURCE_LIMITS_S, Limits
-from harness.stats import order_statistic
+from harness.stats import quantile
 from harness.trace import Trace, load_trace, save_trace
 
 SCHEMA = 1
@@ -380,8 +380,8 @@ def _lag_ms(lag_s: Sequence[float]) -> dict[str, float | None]:
     if not lag_s:
         return {"p50": None, "p99": None, "max": None}
     return {
-        "p50": 1e3 * order_statistic(lag_s, 50),
-        "p99": 1e3 * order_statistic(lag_s, 99),
+        "p50": 1e3 * quantile(lag_s, 50),
+        "p99": 1e3 * quantile(lag_s, 99),
         "max": 1e3 * max(lag_s),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.client import CANCELLED, OK, RequestRecord
 from harness.load import refusal
-from harness.stats import order_statistic, slope
+from harness.stats import quantile, slope
 
 SPAN_TOLERANCE = 0.01
 SPAN_FLOOR_S = 0.010
@@ -157,11 +157,11 @@ def _identity(engine: Mapping[str, Any], name: str) -> Any:
 
 
 def _late_client(evidence: Evidence) -> Iterator[str]:
-    median = order_statistic([ttft_s(r) for r in evidence.records], 50)
+    median = quantile([ttft_s(r) for r in evidence.records], 50)
     limit = slip_limit_s(median, evidence.shared_cores)
     slip = slip_s(evidence.records)
     for name, p99 in (
-        ("slip", order_statistic(slip, 99) if slip else None),
+        ("slip", quantile(slip, 99) if slip else None),
         ("loop lag", evidence.loop_lag_p99_s),
     ):
         if p99 is not None and p99 > limit:

@@ -134,7 +134,7 @@ def _method(summary: Summary) -> str:
         ),
         (
             "Percentile",
-            "a value of the sample (nearest rank), failures counted as infinite; P90 needs 20 requests, P99 200",
+            "of all requests, failures counted as infinite; P50 is the usual median; P90 needs 20 requests, P99 200",
         ),
         ("Parity", "both arms' greedy tokens and top-20 logprobs on the same prompts, before any timing"),
     )

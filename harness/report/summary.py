@@ -14,7 +14,7 @@ from harness.report.pairs import (
     paired_section,
 )
 from harness.sla import CellVerdict, Rule, first_miss, highest_passing, misses
-from harness.stats import order_statistic, percentile, percentile_interval, share_interval, supports
+from harness.stats import percentile, percentile_interval, quantile, share_interval, supports
 from harness.store import Cell
 from harness.validity import (
     Evidence,
@@ -149,8 +149,8 @@ def summarise_cell(
             rule.name: vars(rule.judge([t for r, t in zip(records, ttft, strict=True) if _covers(rule, r)]))
             for rule in rules
         },
-        "slip_p99_ms": 1e3 * order_statistic(slip, 99) if slip else None,
-        "slip_limit_ms": 1e3 * slip_limit_s(order_statistic(ttft, 50), evidence.shared_cores),
+        "slip_p99_ms": 1e3 * quantile(slip, 99) if slip else None,
+        "slip_limit_ms": 1e3 * slip_limit_s(quantile(ttft, 50), evidence.shared_cores),
         "loop_lag_p99_ms": lag_ms,
         "backlog_slope_rps": backlog_slope_rps(records),
         "backlog_growth_per_arrival": growth.per_arrival if growth else None,

@@ -246,6 +246,8 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             "ttft_p99_s",
         ]
         + [f"miss_{name}" for name in LIMITS]
+        + [f"limit_{name}_applied_s" for name in LIMITS]
+        + ["scale", "trace_sha256"]
         + ["slip_p99_ms", "loop_lag_p99_ms", "backlog_slope_rps", *metrics, "valid", "invalid_reasons"]
     )
     for arm, cell in each_cell(summary):
@@ -260,6 +262,8 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             ]
             + [cell["ttft_s"][f"p{percent}"] for percent in (50, 90, 99)]
             + [cell["miss"][name] for name in LIMITS]
+            + [summary["limits"][name] for name in LIMITS]
+            + [summary["scale"], summary["trace_sha256"]]
             + [cell["slip_p99_ms"], cell["loop_lag_p99_ms"], cell["backlog_slope_rps"]]
             + [cell["metrics"][name] for name in metrics]
             + [str(cell["valid"]).lower(), "; ".join(cell["invalid_reasons"])]

@@ -108,7 +108,7 @@ def test_miss_accounting(tmp_path: Path) -> None:
     assert fast["miss"] == {"15": 0.0, "25": 0.0}
     assert failing["miss"] == {"15": 0.5, "25": 0.5}
     assert (failing["n"], failing["failed"], failing["valid"]) == (6, 2, True)
-    assert failing["ttft_s"] == {"p50": pytest.approx(0.8), "p90": None, "p99": None}
+    assert failing["ttft_s"] == {"p50": pytest.approx((0.8 + 2.5) / 2), "p90": None, "p99": None}
     assert tp2["highest_passing_qps"] == {"15": 1.0, "25": 1.0}
     assert tp2["first_miss_qps"] == {"15": 2.0, "25": 2.0}
     assert dcp2["highest_passing_qps"] == {"15": None, "25": 2.0}
@@ -133,8 +133,18 @@ def test_fixed_cohort_pools_repeats_at_the_lowest_rate_valid_everywhere(tmp_path
     tp2, dcp2 = summary_of(tmp_path / "run", cells)["arms"]
     # At 1 QPS one repeat of dcp2 does not count. At 2 QPS cohort 1 (requests 3 to 5) of two repeats:
     # tp2 failed, failed, 2.5, 0.8, 0.9, 0.95; dcp2 0.8, 0.9, 0.95, 0.9, 1.0, 1.5.
-    assert tp2["fixed_cohort"] == {"name": "1", "n": 6, "ttft_p50_s": pytest.approx(0.95), "offered_qps": 2.0}
-    assert dcp2["fixed_cohort"] == {"name": "1", "n": 6, "ttft_p50_s": pytest.approx(0.9), "offered_qps": 2.0}
+    assert tp2["fixed_cohort"] == {
+        "name": "1",
+        "n": 6,
+        "ttft_p50_s": pytest.approx((0.95 + 2.5) / 2),
+        "offered_qps": 2.0,
+    }
+    assert dcp2["fixed_cohort"] == {
+        "name": "1",
+        "n": 6,
+        "ttft_p50_s": pytest.approx(0.925),
+        "offered_qps": 2.0,
+    }
 
 
 def test_fixed_cohort_without_a_common_rate(tmp_path: Path) -> None:
@@ -195,6 +205,10 @@ def test_tables(tmp_path: Path) -> None:
         assert expected in text
     assert (store.path / "table.md").read_text() == text
     rows = list(csv.DictReader(io.StringIO((store.path / "cells.csv").read_text())))
+    for row in rows:  # each line can be read alone
+        assert row["trace_sha256"] == TRACE.sha256 and float(row["scale"]) == TRACE.scale
+        limits = [float(row[f"limit_{name}_applied_s"]) for name in ("15", "25")]
+        assert limits == list(store.manifest["limits"]["applied"].values())
     assert [(row["arm"], row["offered_qps"], row["miss_15"], row["ttft_p99_s"]) for row in rows] == [
         ("tp2", "1.0", "0.0", ""),
         ("tp2", "2.0", "0.5", ""),

@@ -6,22 +6,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.paired import Launch, paired_estimate
 from harness.stats import (
-    order_statistic,
     percentile,
     percentile_interval,
+    quantile,
     share_interval,
     slope,
 )
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.integers(1, 100))
-def test_nearest_rank_agrees_with_numpy(values: list[float], percent: int) -> None:
-    """numpy's inverted_cdf may step over a rank where n * p / 100 is whole in exact arithmetic only."""
-    expected = sorted(values)[math.ceil(len(values) * percent / 100 - 1e-9) - 1]
-    assert order_statistic(values, percent) == expected
+def test_quantile_is_the_median_and_numpys_averaged_inverted_cdf(values: list[float], percent: int) -> None:
+    """numpy's may step over a rank where n * p / 100 is whole in exact arithmetic only: those are below."""
+    assert quantile(values, 50) == pytest.approx(np.median(values))
+    assert quantile(values, 50) == -quantile([-value for value in values], 50)
     if len(values) * percent % 100:
-        assert order_statistic(values, percent) == np.quantile(values, percent / 100, method="inverted_cdf")
+        expected = np.quantile(values, percent / 100, method="averaged_inverted_cdf")
+        assert quantile(values, percent) == pytest.approx(expected)
+
+
+def test_quantile_between_two_values() -> None:
+    values = [float(value) for value in range(1, 21)]
+    assert (quantile(values, 90), quantile(values, 95), quantile(values, 91)) == (18.5, 19.5, 19.0)
+    assert quantile(values, 100) == 20.0
+    assert quantile([3.0, 1.0], 50) == 2.0
+    assert quantile([3.0, math.inf], 50) == math.inf
+
+
+def test_one_median_for_cells_and_for_pairs() -> None:
+    """An even number of requests: what a cell calls P50 is what a comparison calls median."""
+    ttft = [0.1, 0.2, 0.4, 0.8]
+    first: Launch = {(0, f"r{index}"): 1.0 for index in range(4)}
+    other: Launch = {(0, f"r{index}"): 1.0 + value for index, value in enumerate(ttft)}
+    estimate = paired_estimate([first], [other], {f"r{index}": 0 for index in range(4)})
+    assert estimate.median_s == pytest.approx(percentile(ttft, 50)) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("percent", "enough"), [(50, 1), (90, 20), (95, 40), (99, 200)])
@@ -33,8 +52,8 @@ def test_minimum_sample(percent: int, enough: int) -> None:
 def test_a_percentile_on_a_failure_is_no_number() -> None:
     values = [1.0] * 18 + [math.inf] * 2
     assert percentile(values, 50) == 1.0
-    assert percentile(values, 90) == 1.0
-    assert percentile([1.0] * 17 + [math.inf] * 3, 90) is None
+    assert percentile(values, 90) is None  # between the last that was served and a failure
+    assert percentile([1.0] * 19 + [math.inf], 90) == 1.0
 
 
 def test_failures_are_not_dropped() -> None:
