@@ -7,12 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
 from kimi_k3_serve import launch
-from kimi_k3_serve.cli import parser
+from kimi_k3_serve.cli import parser, planned
 from kimi_k3_serve.profile import load
 from kimi_k3_serve.topology import Topology
 
@@ -47,22 +48,101 @@ def test_a_dashboard_panel_for_each_thing_to_watch() -> None:
     assert wanted <= titles and len({panel["id"] for panel in panels}) == len(panels)
 
 
+def test_the_dashboard_is_laid_out_and_reads_the_provisioned_source() -> None:
+    dashboard = json.loads((COMPOSE / "grafana/dashboards/kimi-k3.json").read_text())
+    sources = yaml.safe_load((COMPOSE / "grafana/provisioning/datasources/prometheus.yml").read_text())
+    known = {(source["type"], source["uid"]) for source in sources["datasources"]}
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        assert (panel["datasource"]["type"], panel["datasource"]["uid"]) in known, panel["title"]
+        assert panel["type"] in ("timeseries", "stat", "gauge", "table")
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters and len(set(letters)) == len(letters), panel["title"]
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+    assert dashboard["uid"] and dashboard["schemaVersion"] >= 36  # from 36 on a data source is type and uid
+
+
+def test_grafana_finds_what_is_mounted() -> None:
+    grafana = yaml.safe_load((COMPOSE.parent / "compose.yaml").read_text())["services"]["grafana"]
+    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    inside = {target: COMPOSE.parent / source for source, target in mounts.items() if source.startswith("./")}
+    providers = yaml.safe_load((COMPOSE / "grafana/provisioning/dashboards/kimi-k3.yml").read_text())
+    (folder,) = {provider["options"]["path"] for provider in providers["providers"]}
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (inside[folder] / home.name).is_file() and str(home.parent) == folder
+    assert (inside["/etc/grafana/provisioning"] / "datasources").is_dir()
+
+
+def compose_command(service: str, **environment: str) -> list[str]:
+    """A service's command line as compose would interpolate it."""
+    services = yaml.safe_load((COMPOSE.parent / "compose.yaml").read_text())["services"]
+    text = re.sub(
+        r"\$\{(\w+):-([^}]*)\}", lambda at: environment.get(at[1], at[2]), services[service]["command"]
+    )
+    return text.split()
+
+
+@pytest.mark.parametrize("profile", sorted(set(launch.profiles()) - {"cpu", "h200-8", "b200-8"}))
+def test_compose_launches_every_topology_of_a_profile(profile: str) -> None:
+    """With the same names on one node, on several and on Kubernetes."""
+    chosen = load(profile)
+    assert chosen.machine
+    service = "serve" if chosen.machine.nodes == 1 else "serve-node"
+    for topology in chosen.topologies:
+        settings = {"PROFILE": profile, "TOPOLOGY": topology, "HEAD": "10.0.0.1", "NODE": "1"}
+        args = parser().parse_args(compose_command(service, **settings))
+        argv = planned(args, args.model).argv
+        assert argv[argv.index("--tensor-parallel-size") + 1] == str(Topology.parse(topology).tp)
+        assert ("--headless" in argv) == (chosen.machine.nodes > 1)
+
+
 @pytest.fixture
 def manifests() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((COMPOSE / "kubernetes/leaderworkerset.yaml").read_text()))
 
 
-def test_manifests_fit_the_published_schemas(manifests: list[dict[str, Any]]) -> None:
-    """A LeaderWorkerSet is no core resource; its two pod templates are checked as Pods."""
+def check(manifests: list[dict[str, Any]]) -> None:
+    """A LeaderWorkerSet is no core resource: its own fields by its types, its two pod templates as Pods."""
     group, service = manifests
+    jsonschema.validate(group, json.loads((Path(__file__).parent / "leaderworkerset_v1.json").read_text()))
     kubernetes_validate.validate(service, KUBERNETES, strict=True)
-    template = group["spec"]["leaderWorkerTemplate"]
-    assert set(group["spec"]) == {"replicas", "startupPolicy", "leaderWorkerTemplate"}
-    assert set(template) == {"size", "restartPolicy", "workerTemplate", "leaderTemplate"}
     for name in ("leaderTemplate", "workerTemplate"):
-        pod = {"apiVersion": "v1", "kind": "Pod", **template[name]}
-        pod["metadata"] = {"name": "x", **pod["metadata"]}
+        template = group["spec"]["leaderWorkerTemplate"][name]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            **template,
+            "metadata": {"name": "x", **template["metadata"]},
+        }
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_manifests_fit_the_published_schemas(manifests: list[dict[str, Any]]) -> None:
+    check(manifests)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.startupPolicy", "LeaderFirst"),
+        ("spec.leaderWorkerTemplate.size", "four"),
+        ("spec.leaderWorkerTemplate.restartPolicy", "Always"),
+        ("spec.leaderWorkerTemplate.image", "x"),
+        ("spec.leaderWorkerTemplate.leaderTemplate.spec.containers", "x"),
+        ("spec.leaderWorkerTemplate.workerTemplate.spec.runAsNonRoot", True),
+    ],
+)
+def test_a_wrong_manifest_is_found(manifests: list[dict[str, Any]], path: str, value: object) -> None:
+    *parents, name = path.split(".")
+    place = manifests[0]
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check(manifests)
 
 
 def test_manifests_launch_what_their_profile_says(manifests: list[dict[str, Any]]) -> None:

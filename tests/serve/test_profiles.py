@@ -30,7 +30,7 @@ def test_every_topology_of_a_profile_can_be_launched(name: str) -> None:
 
 
 def test_profiles_hold_what_the_table_says() -> None:
-    assert fit.holding() == ["b200-8x2", "b300-8", "gb200-4x4", "gb300-4x2", "h200-8x2", "rtx6000-16"]
+    assert fit.holding() == ["b200-8x2", "b300-8", "gb200-4x4", "gb300-4x2", "h200-16", "h200-8x2", "rtx6000-16"]
 
 
 def test_weights_of_a_gpu_by_hand() -> None:
