@@ -8,11 +8,19 @@ PY := $(VENV)/bin/python
 # Named by the lock's content: a changed lock makes a new environment.
 READY := $(VENV)/.ready-$(shell cat locks/cpu.txt pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: bench test lint types setup lock lock-images image wheels clean
+.PHONY: bench bench-gpu test lint types setup lock lock-images image wheels clean
 
 # One engine after the other, a frozen trace, a report: results/<time>/. RATES= SCALE= OUT= and ARGS= give control.
 bench: $(READY)
 	$(PY) -m harness bench $(if $(RATES),--rates '$(RATES)') $(if $(SCALE),--scale '$(SCALE)') $(if $(OUT),--out '$(OUT)') $(ARGS)
+
+# The pair on this host's GPUs, every arm's engine at once: SLICE= kimi-k3 | mla. It needs vLLM's CUDA wheel in GPU_PYTHON's
+# environment; with IMAGE= it serves from that image, by digest, one arm after the other. ARGS=--dry-run prints every step.
+GPU_PYTHON ?= $(PY)
+
+bench-gpu: $(if $(filter $(PY),$(GPU_PYTHON)),$(READY))
+	$(GPU_PYTHON) -m harness bench --gpu $(if $(SLICE),--slice '$(SLICE)') $(if $(RATES),--rates '$(RATES)') \
+		$(if $(filter-out undefined default file,$(origin IMAGE)),--image '$(IMAGE)') $(if $(OUT),--out '$(OUT)') $(ARGS)
 
 # Unit tests, the parity gate on real engines with its negative controls, and one short real pair.
 test: $(READY)
@@ -66,9 +74,11 @@ wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
 		$(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) -r locks/$(TARGET).txt --dest wheels
 
-# Resolve the images' locks anew; needs uv (pip install uv). UV_FIND_LINKS= where torch's CPU build is, if not on the index.
-lock-images:
-	$(PY) locks/resolve_images.py
+# Resolve the images' locks anew. CHECK=1 writes nothing: are they still solutions, and is every wheel offered with the
+# locked hash? UV_FIND_LINKS= where torch's CPU build is, if not on the index.
+lock-images: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r locks/uv.txt
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) locks/resolve_images.py $(if $(CHECK),--check)
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

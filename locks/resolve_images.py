@@ -2,12 +2,14 @@
 """Resolve locks/<image>.in into locks/<image>.txt for the images' platform: one wheel a package, with its SHA-256.
 
     python locks/resolve_images.py serve-cpu bench        # or no name: all of them
+    python locks/resolve_images.py --check                # are the locks still a solution, with these very wheels?
 
 uv solves from metadata alone, so that a GPU image is locked in seconds without downloading its gigabytes. It offers
 every wheel of a chosen release; of those, the one that pip would take on the images' base is kept.
 `UV_FIND_LINKS` names a folder or page with wheels that the package index lacks (PyTorch's CPU build).
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -40,8 +42,8 @@ LEGACY = {
 }
 
 
-def solve(image: str) -> list[dict[str, Any]]:
-    """The packages of a solution, as PEP 751 writes them."""
+def solve(image: str, constraints: str | None) -> list[dict[str, Any]]:
+    """The packages of a solution under the versions in the file `constraints`, as PEP 751 writes them."""
     source = LOCKS / f"{image}.in"
     overrides = [
         line.partition(":")[2].strip()
@@ -55,8 +57,8 @@ def solve(image: str) -> list[dict[str, Any]]:
         command += ["--no-python-downloads", "--only-binary", ":all:", "--override", str(override)]
         command += ["--python-version", ".".join(map(str, PYTHON))]
         command += ["--python-platform", f"x86_64-manylinux_{GLIBC[0]}_{GLIBC[1]}"]
-        if follows := FOLLOWS.get(image):
-            command += ["--constraint", str(LOCKS / follows)]
+        if constraints:
+            command += ["--constraint", str(LOCKS / constraints)]
         environment = dict(os.environ)
         if image != "serve-cpu":
             environment.pop("UV_FIND_LINKS", None)  # a CPU build of torch counts as newer than the CUDA build
@@ -82,16 +84,26 @@ def best_wheel(package: dict[str, Any], rank: dict[Tag, int]) -> str:
     return f"{package['name']}=={package['version']} --hash=sha256:{min(found)[2]}"
 
 
-def main(images: list[str]) -> None:
+def main(images: list[str], check: bool) -> None:
     rank = {tag: place for place, tag in reversed(list(enumerate(supported_tags())))}
     for image in images or IMAGES:
-        lines = sorted(best_wheel(package, rank) for package in solve(image))
+        path = LOCKS / f"{image}.txt"
+        packages = solve(image, path.name if check else FOLLOWS.get(image))
+        lines = sorted(best_wheel(package, rank) for package in packages)
         head = (
             f"# Made by locks/resolve_images.py from {image}.in; install with --no-deps --require-hashes.\n"
         )
-        (LOCKS / f"{image}.txt").write_text(head + "\n".join(lines) + "\n")
-        print(f"{image}: {len(lines)} wheels")
+        text = head + "\n".join(lines) + "\n"
+        if check and text != path.read_text():
+            changed = sorted(set(text.splitlines()) ^ set(path.read_text().splitlines()))
+            sys.exit(f"error: {path.name} is no solution any more, see {changed[0]}; run make lock-images")
+        path.write_text(text)
+        print(f"{image}: {len(lines)} wheels" + (", each offered with the locked SHA-256" if check else ""))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Resolve the images' locks.")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of {', '.join(IMAGES)} (all)")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    chosen = parser.parse_args()
+    main(chosen.images, chosen.check)
