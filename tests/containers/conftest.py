@@ -7,9 +7,11 @@ import secrets
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,24 +44,26 @@ def docker(*argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 @dataclass
 class Server:
-    """The CPU server under compose."""
+    """The CPU server under compose: docker-compose 1.29, or compose v2 as the docker client's plugin."""
 
     port: int
     key: str
     environment: dict[str, str] = field(default_factory=dict)
+    project: str = PROJECT
+    v2: bool = False
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def compose(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return run("docker-compose", "-p", PROJECT, *argv, check=check, env=self.environment)
+    def compose(self, *argv: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        program = [os.environ.get("DOCKER", "docker"), "compose"] if self.v2 else ["docker-compose"]
+        return run(*program, "-p", self.project, *argv, check=check, env=self.environment | environment)
 
     @property
     def container(self) -> str:
-        (name,) = docker(
-            "ps", "-aq", "--filter", f"label=com.docker.compose.project={PROJECT}"
-        ).stdout.split()
+        label = f"label=com.docker.compose.project={self.project}"
+        (name,) = docker("ps", "-aq", "--filter", label).stdout.split()
         return name
 
     def inspect(self) -> dict[str, object]:
@@ -76,6 +80,35 @@ class Server:
             time.sleep(1)
         raise AssertionError(f"not healthy: {state}\n{docker('logs', '--tail', '40', self.container).stdout}")
 
+    def ask(self, path: str, body: object = None, key: str | None = None) -> bytes:
+        """The answer's body; urllib's HTTPError where it is a refusal."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found: bytes = answer.read()
+        return found
+
+    def complete(self, key: str | None, tokens: int = 8) -> dict[str, Any]:
+        body = {
+            "model": "/model",
+            "prompt": [5, 6, 7],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        found: dict[str, Any] = json.loads(self.ask("/v1/completions", body, key))
+        return found
+
+    def left_over(self) -> list[str]:
+        """Containers, volumes and networks of this project."""
+        label = f"label=com.docker.compose.project={self.project}"
+        return [
+            f"{kind} {name}"
+            for kind in ("container", "volume", "network")
+            for name in docker(kind, "ls", "-q", "--filter", label).stdout.split()
+        ]
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -87,19 +120,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key = tmp_path_factory.mktemp("key") / "api_key"
     key.write_text(secrets.token_hex(32) + "\n")
     key.chmod(0o644)  # the container's user reads it
-    started = Server(free_port(), key.read_text().strip())
-    started.environment = {
+    return key
+
+
+def settings(model: Path, key_file: Path, port: int) -> dict[str, str]:
+    """What a user would write into .env."""
+    return {
         "IMAGE": SERVE,
         "MODEL_DIR": str(model),
-        "API_KEY_FILE": str(key),
-        "PORT": str(started.port),
+        "API_KEY_FILE": str(key_file),
+        "PORT": str(port),
         "TOPOLOGY": "dcp2",
         "DRAIN_S": "20",
     }
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, key_file: Path) -> Iterator[Server]:
+    started = Server(free_port(), key_file.read_text().strip())
+    started.environment = settings(model, key_file, started.port)
     started.compose("up", "-d", "serve-cpu")
     try:
         yield started

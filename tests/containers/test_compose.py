@@ -8,15 +8,22 @@ import pytest
 import yaml
 from conftest import ROOT, docker, run
 
-PROFILES = [list(chosen) for n in range(3) for chosen in itertools.combinations(("cpu", "observe"), n)]
+PROFILES = [
+    list(chosen) for n in range(4) for chosen in itertools.combinations(("cpu", "nodes", "observe"), n)
+]
 
 
 @pytest.mark.parametrize("profiles", PROFILES, ids=["+".join(chosen) or "none" for chosen in PROFILES])
 def test_compose_file_is_valid_with_every_profile(profiles: list[str]) -> None:
     arguments = [word for name in profiles for word in ("--profile", name)]
-    run("docker-compose", *arguments, "config", "-q")
-    if docker("compose", "version", check=False).returncode == 0:
-        run(os.environ.get("DOCKER", "docker"), "compose", *arguments, "config", "-q")
+    for files in ([], ["-f", "compose.yaml", "-f", "compose/fabric.yaml"]):
+        run("docker-compose", *files, *arguments, "config", "-q")
+        docker("compose", *files, *arguments, "config", "-q")
+
+
+def test_both_generations_of_compose_are_there() -> None:
+    assert "version 1.29" in run("docker-compose", "version").stdout
+    assert "version 2." in docker("compose", "version").stdout
 
 
 def test_images_beside_ours_are_the_locked_ones() -> None:

@@ -59,10 +59,29 @@ def test_a_changed_label_is_refused() -> None:
 def test_a_changed_wheel_hash_is_refused(tmp_path: Path) -> None:
     locks = tmp_path / "locks"
     shutil.copytree(ROOT / "locks", locks)
-    text = (locks / "bench.txt").read_text()
-    at = text.index("sha256:") + 7
-    (locks / "bench.txt").write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    (locks / "bench.txt").write_text(other_digit((locks / "bench.txt").read_text()))
     assert "was built from lock" in refusal(*verify(BENCH), env={"KIMI_K3_LOCKS": str(locks)})
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
+    """A committed change of one digit: the build itself ends at that wheel."""
+    clone = tmp_path / "clone"
+    run("git", "clone", "-q", str(ROOT), str(clone))
+    lock = clone / "locks" / "bench.txt"
+    lock.write_text(other_digit(lock.read_text()))
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    run("git", "-C", str(clone), *identity, "commit", "-qam", "another wheel")
+    image = ["make", "-C", str(clone), "image", "TARGET=bench", "IMAGE=kimi-k3-tampered:wheel"]
+    image += [f"BASE={os.environ['KIMI_K3_TEST_IMAGE']}", f"CA={os.environ['KIMI_K3_TEST_CA']}"]
+    done = run(*image, f"DOCKER={os.environ['DOCKER']}", f"PYTHON={sys.executable}", check=False)
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
+    assert docker("image", "ls", "-q", "kimi-k3-tampered:wheel").stdout == ""
+
+
+def other_digit(lock: str) -> str:
+    """The lock with the first digit of its first digest changed."""
+    at = lock.index("sha256:") + 7
+    return lock[:at] + ("0" if lock[at] != "0" else "1") + lock[at + 1 :]
 
 
 def test_a_lock_changed_inside_an_image_is_refused() -> None:
@@ -87,5 +106,7 @@ def test_labels_and_bill_of_materials() -> None:
 
 
 def test_the_harness_runs_in_its_image() -> None:
-    shown = docker("run", "--rm", "--read-only", "--network", "none", BENCH, "run", "--help").stdout
+    shown = docker(
+        "run", "--rm", "--read-only", "--tmpfs", "/tmp", "--network", "none", BENCH, "run", "--help"
+    ).stdout
     assert "--trace" in shown
