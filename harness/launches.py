@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.parity import ArmAnswers, Position
+from harness.validity import OWN_TO_A_LAUNCH, lasting
 
 T = TypeVar("T")
 
 BOUND_KV_USAGE = 0.9
-OWN_TO_A_LAUNCH = ("--port", "--proof-dir", "--model")
-"""Options whose values differ between launches of one engine, or name what has a digest of its own."""
+NAMED_OTHERWISE = ("--model",)
+"""Options whose values have a digest of their own."""
 
 
 def launch_order(arms: Sequence[T], launches: int) -> list[tuple[T, int]]:
@@ -23,13 +24,7 @@ def launch_order(arms: Sequence[T], launches: int) -> list[tuple[T, int]]:
 
 def flags_of(argv: Sequence[str]) -> list[str]:
     """The arguments that make it this engine: without interpreter, port and paths."""
-    kept: list[str] = []
-    words = iter(argv[argv.index("serve") :])
-    for word in words:
-        if word in OWN_TO_A_LAUNCH:
-            next(words)
-        else:
-            kept.append(word)
+    kept: list[str] = lasting(list(argv[argv.index("serve") :]), (*OWN_TO_A_LAUNCH, *NAMED_OTHERWISE))
     return kept
 
 

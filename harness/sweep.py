@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -26,7 +26,7 @@ from harness.scrape import Scraper
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
-from harness.validity import ENGINE_IDENTITY, Evidence, invalid_reasons, ttft_s, unstable
+from harness.validity import Evidence, engine_identity, invalid_reasons, ttft_s, unstable
 from harness.workers import processes_for, run_cell_in
 
 __all__ = ["Plan", "Position", "cell_order", "measure"]
@@ -60,13 +60,14 @@ async def measure(
     launch: int = 0,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
+    warmed: Collection[str] = (),
 ) -> bool:
     """Measure what is left of `plan` on all `targets`; False when `stop` or the budget ended it early.
 
-    Each arm gets one warm-up request before its first cell. A cell that `stop` cut short is kept, marked
-    aborted, and measured again by the next call. `engines` holds what to record about each arm's engine with
-    its cells, by the arm's name. Raises UserError when a server refuses a cell's first requests (that cell is
-    kept too), and when the store holds cells of another engine, trace or harness.
+    Each arm gets one warm-up request before its first cell, but for those `warmed` already. A cell that `stop`
+    cut short is kept, marked aborted, and measured again by the next call. `engines` holds what to record about
+    each arm's engine with its cells, by the arm's name. Raises UserError when a server refuses a cell's first
+    requests (that cell is kept too), and when the store holds cells of another engine, trace or harness.
     """
     stop = stop or asyncio.Event()
     began_s = time.monotonic()
@@ -80,7 +81,7 @@ async def measure(
             _require_same(cell, facts[cell.key.arm], trace)
             outcomes[cell.key] = judge(cell)
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
-    warm: set[str] = set()
+    warm = set(warmed)
     tails_s: list[float] = []
     while keys := remaining(plan, arms, outcomes):
         key = keys[0]
@@ -140,11 +141,10 @@ async def measure(
 def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:
     """Names what a cell was measured with; cells that differ in it are never mixed in one run.
 
-    Of the engine's facts those that make it another engine: its digest, flags and packages; with the trace and
-    the harness's version.
+    Of the engine's facts those that make it another engine: its digest, flags and packages, without what is own
+    to a launch, such as its port; with the trace and the harness's version.
     """
-    kept = {name: engine[name] for name in ENGINE_IDENTITY if name in engine}
-    text = json.dumps([kept, trace_sha256, __version__], sort_keys=True, default=str)
+    text = json.dumps([engine_identity(engine), trace_sha256, __version__], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

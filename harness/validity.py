@@ -132,28 +132,41 @@ def backlog_growth(records: Sequence[RequestRecord]) -> Growth | None:
 
 
 ENGINE_IDENTITY = ("digest", "image", "argv", "flags", "packages")
+OWN_TO_A_LAUNCH = ("--port", "--proof-dir")
+"""Options whose values differ between launches of one engine."""
+
+
+def engine_identity(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells one build and configuration from another, where it was recorded."""
+    return {name: lasting(engine[name]) for name in ENGINE_IDENTITY if name in engine}
+
+
+def lasting(value: Any, own: Sequence[str] = OWN_TO_A_LAUNCH) -> Any:
+    """A command line without the options `own`, be they `--x 1` or `--x=1`; anything else as it is."""
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        return value
+    kept: list[str] = []
+    words = iter(value)
+    for word in words:
+        if word in own:
+            next(words, None)
+        elif word.partition("=")[0] not in own:
+            kept.append(word)
+    return kept
 
 
 def engine_changes(engines: Sequence[Mapping[str, Any] | None]) -> list[str | None]:
     """For each cell of an arm, in the order of measurement: how its engine differs from the first cell's.
 
-    Compares what tells one build and configuration from another, where it was recorded; ports, process ids and
-    logs may differ.
+    By `engine_identity`: ports, process ids and logs may differ.
     """
-    first = next((engine for engine in engines if engine), None) or {}
-    return [_difference(first, engine) if engine else None for engine in engines]
+    first = engine_identity(next((engine for engine in engines if engine), None) or {})
+    return [_difference(first, engine_identity(engine)) if engine else None for engine in engines]
 
 
 def _difference(first: Mapping[str, Any], engine: Mapping[str, Any]) -> str | None:
-    changed = [name for name in ENGINE_IDENTITY if _identity(first, name) != _identity(engine, name)]
+    changed = [name for name in ENGINE_IDENTITY if first.get(name) != engine.get(name)]
     return f"{' and '.join(changed)} differ from the arm's first cell" if changed else None
-
-
-def _identity(engine: Mapping[str, Any], name: str) -> Any:
-    value = engine.get(name)
-    if name != "argv" or not isinstance(value, list):
-        return value
-    return [word for before, word in zip(["", *value], value, strict=False) if before != "--port"]
 
 
 def _late_client(evidence: Evidence) -> Iterator[str]:

@@ -14,6 +14,7 @@ from harness.load import Progress
 from harness.progress import JsonEvents, ProgressLine
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, cell_order, measure
+from harness.validity import engine_changes
 
 TRACE = small_trace(requests=3)
 
@@ -130,6 +131,26 @@ async def test_a_sweep_goes_on_and_never_mixes_engines(tmp_path: Path) -> None:
                     Plan((200.0,)),
                     engines={"a": {**engine["a"], **changed}},
                 )
+
+
+@pytest.mark.parametrize("port", [["--port", "{}"], ["--port={}"]])
+async def test_a_sweep_goes_on_at_another_port(tmp_path: Path, port: list[str]) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer() as server:
+        for number, plan in ((8000, Plan((50.0,))), (8001, Plan((50.0, 100.0)))):
+            words = [
+                "serve",
+                *(word.format(number) for word in port),
+                "--proof-dir",
+                f"/p/{number}",
+                "--tp",
+                "2",
+            ]
+            engine = {"a": {"argv": words, "flags": words}}
+            assert await measure(store, [Target("a", server.url, "fake")], TRACE, plan, engines=engine)
+    cells = list(store.cells())
+    assert len(cells) == 2 and len({cell.facts["identity"] for cell in cells}) == 1
+    assert engine_changes([cell.facts["engine"] for cell in cells]) == [None, None]
 
 
 async def test_an_aborted_cell_is_measured_again(tmp_path: Path) -> None:
