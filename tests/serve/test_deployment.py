@@ -161,3 +161,16 @@ def test_manifests_launch_what_their_profile_says(manifests: list[dict[str, Any]
     plan = launch.plan(profile=args.profile, topology=args.topology, model=args.model, host=args.host,
         port=args.port, node=args.node, head=args.head)  # fmt: skip
     assert "--headless" in plan.argv
+
+
+def test_workflows_pin_actions_by_commit_and_may_only_read() -> None:
+    workflows = list((COMPOSE.parent / ".github/workflows").glob("*.yml"))
+    assert workflows
+    for path in workflows:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        for step in steps:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{'0' * 40}")), step
+        for command in (step["run"].split()[-1] for step in steps if ".ci/" in step.get("run", "")):
+            assert (COMPOSE.parent / command).is_file()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import subprocess
 import sys
 
@@ -30,7 +31,15 @@ def test_every_topology_of_a_profile_can_be_launched(name: str) -> None:
 
 
 def test_profiles_hold_what_the_table_says() -> None:
-    assert fit.holding() == ["b200-8x2", "b300-8", "gb200-4x4", "gb300-4x2", "h200-16", "h200-8x2", "rtx6000-16"]
+    assert fit.holding() == [
+        "b200-8x2",
+        "b300-8",
+        "gb200-4x4",
+        "gb300-4x2",
+        "h200-16",
+        "h200-8x2",
+        "rtx6000-16",
+    ]
 
 
 def test_weights_of_a_gpu_by_hand() -> None:
@@ -128,3 +137,14 @@ def test_explain_says_grade_and_room() -> None:
         check=True,
     )
     assert "grade: research" in done.stdout and "195.1 GB of 253.1 GB a GPU" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`kimi-k3 explain … | head -1`: nobody reads the rest."""
+    readable, writable = os.pipe()
+    os.close(readable)
+    command = [sys.executable, "-m", "kimi_k3_serve", "explain", "--profile", "b300-8", "--topology", "dcp8"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, stdout=writable, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writable)
+    assert done.stderr == "" and done.returncode == 0
