@@ -1,17 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arm that we start ourselves: its topology, and what a running engine must prove to bear its name."""
+"""An arm that we start ourselves: its topology, its variant, and what a running engine must prove to bear its name."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.engines.proof import Proof, objections
 from harness.errors import UserError
 
-FEATURES = ("cpu_dcp_mla", "owned_decode_collectives", "dcp_slot_mapping", "chunked_prefill", "native_ops")
-DCP_FEATURES = ("prefill_context_gather",)
-DCP_PATHS = ("prefill_context_gather", "decode_merge")
+CPU_FEATURES = (
+    "cpu_dcp_mla",
+    "owned_decode_collectives",
+    "dcp_slot_mapping",
+    "chunked_prefill",
+    "native_ops",
+)
+CPU_PATHS = ("prefill_context_gather", "decode_merge")
 """Code paths of DCP that must have run, not only be enabled, once the parity prompts were answered."""
+GPU_FEATURES = ("mla_layers", "chunked_prefill")
+GPU_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge")
+DCP_FEATURES = ("prefill_context_gather",)
+OWNED = ("owned_decode_collectives",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How an arm on GPUs differs from others of its topology: vLLM's arguments, and the environment.
+
+    `ours`: prefill context is published by peer stores and the attention backend owns its decode collectives.
+    """
+
+    extra: tuple[str, ...]
+    environment: Mapping[str, str]
+    ours: bool
+
+
+_PEER = ("--attention-backend", "PEER_FLASH_ATTN_MLA")
+_TENSOR = Variant(("--attention-backend", "FLASH_ATTN_MLA"), {}, ours=False)
+_CONTEXT = {
+    "": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer"}, ours=True),
+    # FLASH_ATTN_MLA, which vLLM would choose, dies with a2a in vLLM 0.32.0 (vllm issue 54305).
+    "stock": Variant(
+        ("--attention-backend", "FLASHMLA", "--dcp-comm-backend", "a2a"),
+        {"KIMI_K3_PREFILL_KV": "stock"},
+        ours=False,
+    ),
+    "shard": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer", "VLLM_KIMI_SHARD_QKV_A": "1"}, ours=True),
+}
 
 
 @dataclass(frozen=True)
@@ -24,9 +59,12 @@ class Arm:
 
     @classmethod
     def parse(cls, name: str) -> "Arm":
-        """`tp2`: two ranks that all keep the whole context; `dcp2`: two ranks that share it."""
-        match = re.fullmatch(r"(tp|dcp)([1-9][0-9]?)", name)
-        if not match:
+        """`tp2`: two ranks that all keep the whole context; `dcp2`: two ranks that share it.
+
+        On GPUs `dcp2-stock` is vLLM's own DCP, and `dcp2-shard` is dcp2 with sharded latent projections.
+        """
+        match = re.fullmatch(r"(tp|dcp)([1-9][0-9]?)(?:-(stock|shard))?", name)
+        if not match or (match[1] == "tp" and match[3]):
             raise UserError(f"arm {name!r} is not known; use tpN or dcpN, for example tp2 or dcp2")
         kind, ranks = match[1], int(match[2])
         return cls(name, ranks, ranks if kind == "dcp" else 1)
@@ -35,19 +73,32 @@ class Arm:
     def topology(self) -> dict[str, int]:
         return {"tp": self.tp, "dcp": self.dcp, "ep": 1, "nodes": 1}
 
-    def require_proof(self, proofs: Sequence[Proof], *, used: bool = False) -> None:
+    @property
+    def topology_name(self) -> str:
+        """As the launcher knows it: without the variant."""
+        return self.name.partition("-")[0]
+
+    @property
+    def variant(self) -> Variant:
+        """What an engine on GPUs is started with beyond its topology."""
+        return _TENSOR if self.dcp == 1 else _CONTEXT[self.name.partition("-")[2]]
+
+    def require_proof(self, proofs: Sequence[Proof], *, used: bool = False, gpu: bool = False) -> None:
         """Raises UserError unless every rank proves this topology and our backend.
 
         With `used`, the code paths of DCP must have run as well.
         """
         sharded = self.dcp > 1
+        if gpu:
+            ours = self.variant.ours
+            features: tuple[str, ...] = GPU_FEATURES + (DCP_FEATURES + OWNED if ours else ())
+            paths: tuple[str, ...] = GPU_PATHS if ours else ()
+        else:
+            features = CPU_FEATURES + (DCP_FEATURES if sharded else ())
+            paths = CPU_PATHS if sharded else ()
         against = objections(
-            proofs,
-            tp=self.tp,
-            dcp=self.dcp,
-            features=FEATURES + (DCP_FEATURES if sharded else ()),
-            used=DCP_PATHS if used and sharded else (),
-        )
+            proofs, tp=self.tp, dcp=self.dcp, features=features, used=paths if used else ()
+        ) or ([] if proofs else ["no rank wrote a proof"])
         if against:
             raise UserError(
                 f"arm {self.name} is not what its name says: {'; '.join(against)};"

@@ -2,25 +2,24 @@
 """`python -m harness bench`: a TP2 / DCP2 pair on this machine, end to end, and its report."""
 
 import argparse
-import asyncio
 import shlex
-import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvloop
-
-from harness import gpu_bench
-from harness.arms import Arm
+from harness import gpu_bench, resident_bench
 from harness.engines import in_image, process
 from harness.errors import UserError
-from harness.options import parse_limits, parse_rates
+from harness.options import parse_counts, parse_limits, parse_rates
 from harness.pair import SOURCE_TOKENS, Options, PairRun
 from harness.parity import PROMPT_LENGTHS
-from harness.report import write_report
-from harness.store import RunStore
+from harness.resident_bench import arms_of
+from harness.session import carry_out
+
+PROGRAM = shlex.join([sys.executable, "-m", "kimi_k3_serve"])
+ARMS = "tp2,dcp2"
+SCALE = 0.01
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "other and with a float32 reference, replays one trace at the same rates on both, and reports.",
     )
     bench.add_argument(
-        "--arms", default="tp2,dcp2", metavar="A,B", help="the others are compared with the first"
+        "--arms", metavar="A,B", help=f"the others are compared with the first ({ARMS}; on GPUs theirs)"
     )
     bench.add_argument(
         "--rates",
@@ -60,7 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--sla", metavar="A,B", help="limits on TTFT, s (default: 4.8 and 8 times the unloaded P50)"
     )
     bench.add_argument(
-        "--scale", type=float, default=0.01, metavar="X", help="of 60,000-180,000 tokens (default 0.01)"
+        "--scale", type=float, metavar="X", help=f"of 60,000-180,000 tokens ({SCALE:g}; 1 on GPUs)"
     )
     bench.add_argument("--requests", type=int, metavar="N", help=f"of the trace ({FULL.requests})")
     bench.add_argument("--cohort-size", type=int, metavar="K", help=f"requests ({FULL.cohort_size})")
@@ -80,7 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     bench.add_argument(
         "--engine-command",
-        default=shlex.join([sys.executable, "-m", "kimi_k3_serve"]),
+        default=PROGRAM,
         metavar="COMMAND",
         help="what offers `serve`, `checkpoint` and `reference` (default: kimi_k3_serve)",
     )
@@ -100,6 +99,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument(
         "--image", metavar="NAME", help="serve each arm from this image with the Docker engine (by digest)"
     )
+    resident_bench.add_arguments(bench)
     gpu_bench.add_arguments(bench)
     bench.set_defaults(run=run)
 
@@ -111,12 +111,14 @@ def options_from(arguments: argparse.Namespace) -> Options:
     if arguments.resume and not arguments.out:
         raise UserError("--resume needs the run to go on with; name it with --out")
     size = QUICK if arguments.quick else FULL
-    names = arguments.arms.split(",")
-    if len(set(names)) < len(names):
-        raise UserError(f"--arms {arguments.arms} names an arm twice; name each once")
+    arguments.arms = arguments.arms or ARMS
+    arms = arms_of(arguments.arms)
+    if variant := next((arm.name for arm in arms if arm.name != arm.topology_name), None):
+        raise UserError(f"arm {variant} needs GPUs; use tpN and dcpN on the CPU")
+    arguments.scale = SCALE if arguments.scale is None else arguments.scale
     return Options(
         out=arguments.out or Path("results") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()),
-        arms=tuple(Arm.parse(name) for name in names),
+        arms=arms,
         rates=parse_rates(arguments.rates or size.rates),
         absolute_rates=arguments.absolute_rates,
         limits_s=parse_limits(arguments.sla) if arguments.sla else None,
@@ -125,7 +127,9 @@ def options_from(arguments: argparse.Namespace) -> Options:
         cohort_size=size.cohort_size if arguments.cohort_size is None else arguments.cohort_size,
         output_tokens=size.output_tokens if arguments.output_tokens is None else arguments.output_tokens,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes or default_kv_bytes(arguments.scale),
-        parity_lengths=size.parity_lengths,
+        parity_lengths=parse_counts(arguments.parity_lengths)
+        if arguments.parity_lengths
+        else size.parity_lengths,
         seed=arguments.seed,
         program=tuple(shlex.split(arguments.engine_command)),
         cache=arguments.cache,
@@ -149,19 +153,14 @@ def default_kv_bytes(scale: float) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures and reports; whatever ends the measurement, what was kept is reported first."""
-    if arguments.gpu:
+    if gpu_bench.wanted(arguments, PROGRAM):
         return gpu_bench.run(arguments)
+    options = options_from(arguments)
     if arguments.dry_run:
-        return print(describe(options_from(arguments)))
-    pair = PairRun(options_from(arguments), sys.stderr)
-    try:
-        uvloop.run(_until_done_or_interrupted(pair))
-    except asyncio.CancelledError:
-        raise UserError(f"interrupted; {_kept(pair.store)}") from None
-    finally:
-        if pair.store:
-            print(write_report(pair.store), end="")
-    print(f"\nresults are in {pair.options.out}")
+        return print(describe(options))
+    if arguments.resident:
+        return resident_bench.run_on_cpu(arguments, options)
+    carry_out(PairRun(options, sys.stderr), options.out)
 
 
 def describe(options: Options) -> str:
@@ -179,15 +178,3 @@ def describe(options: Options) -> str:
             f"  proof of every rank, parity of {len(options.parity_lengths)} prompts, rates {rates} {unit}"
         )
     return "\n".join([*lines, f"report in {options.out}"])
-
-
-async def _until_done_or_interrupted(pair: PairRun) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, pair.interrupt)
-    await pair.run()
-
-
-def _kept(store: RunStore | None) -> str:
-    return (
-        f"{sum(1 for _ in store.cells())} cells kept in {store.path}" if store else "nothing was measured yet"
-    )

@@ -1,115 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pair on a host with GPUs: each arm in a container of one image, the source's own workload and limits.
+"""The pair on a host with GPUs: the source's own workload and limits, on as much of the model as the GPUs hold.
 
-The layout of results is the CPU pair's. What differs: no float32 reference exists for a model of this size, so
-the run says that parity was not checked, and limits are the source's, not derived from an unloaded TTFT.
-With fewer GPUs than the model needs, a slice of it is served: fewer layers, real widths, dummy weights.
-Grade: research; of this file, planning, --dry-run and the refusals are tested.
+With fewer GPUs than the model needs, a slice of it is served (slices.py): fewer layers, real widths, weights that
+follow from their names. Two ways:
+
+    process    the vLLM of this environment, all arms' engines at once (resident.py): a slice on two or eight GPUs
+    docker     an image by digest, one arm after the other, with the whole checkpoint or a slice
+
+No float32 reference exists for a model of this size: a resident run compares its arms with each other and with
+themselves, a run from an image says that parity was not checked.
+Grade: research for docker, of which planning, --dry-run and the refusals are tested.
 """
 
 import argparse
 import asyncio
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import docker_pair
 from harness.arms import Arm
-from harness.engines import docker
-from harness.engines.endpoint import ask_model
 from harness.errors import UserError
-from harness.load import Target
-from harness.options import parse_rates
-from harness.progress import ProgressLine
-from harness.report import write_report
-from harness.sla import SOURCE_LIMITS_S, Limits
-from harness.store import RunStore, new_arm, new_manifest
-from harness.sweep import Plan, measure
-from harness.trace import Trace, make_trace
+from harness.nvidia import visible_gpus
+from harness.options import parse_counts, parse_rates
+from harness.pair import SOURCE_TOKENS, Options
+from harness.resident import ResidentOptions, ResidentRun
+from harness.resident_bench import arms_of, resident_options
+from harness.serving import longest_context, on_gpus
+from harness.session import carry_out
+from harness.sla import SOURCE_LIMITS_S
+from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 
-PROFILES = {  # (part of the GPU's name, how many) -> profile of the image, arms
+PROFILES = {  # (part of the GPU's name, how many) -> profile, arms
     ("B300", 8): ("b300-8", ("tp8", "dcp8")),
     ("RTX PRO 6000", 16): ("rtx6000-16", ("tp16", "dcp16")),
-    ("H200", 8): ("slice-h200-8", ("tp8", "dcp8")),
-    ("H200", 2): ("slice-h200-2", ("tp2", "dcp2")),
+    ("H200", 8): ("slice-h200-8", ("tp8", "dcp8", "dcp8-stock")),
+    ("H200", 2): ("slice-h200-2", ("tp2", "dcp2", "dcp2-stock", "dcp2-shard")),
 }
-RATES = "0.5,0.7,0.9,1.0,1.15"  # QPS around the source's crossing
-REQUESTS, COHORT_SIZE, OUTPUT_TOKENS = 60, 5, 400
-SOURCE_TOKENS = (60_000, 180_000)
-VOCAB_SIZE = 163_840
-PORT = 8000
+GIB = 1 << 30
+READY_TIMEOUT_S = 1800.0
+START_SHARE = 0.6  # of a --budget: a start that takes longer leaves no time to measure
 
 
 @dataclass(frozen=True)
-class GPUPlan:
-    """Everything that a run would do. `arms`: in order; `model` is a folder of this host, mounted at /model."""
+class Load:
+    """What is asked of a model, where the command line does not say. `kv_bytes` of one rank."""
 
-    image: str
-    profile: str
-    arms: tuple[Arm, ...]
-    model: Path
-    rates: tuple[float, ...]
-    out: Path
-    seed: int
-
-    def container(self, arm: Arm) -> docker.Container:
-        command = ["serve", "--profile", self.profile, "--topology", arm.name, "--model", "/model"]
-        command += ["--host", "127.0.0.1", "--port", str(PORT)]
-        return docker.Container(
-            self.image,
-            command,
-            gpus="all",
-            ulimits=docker.GPU_ULIMITS,
-            volumes={
-                str(self.model.resolve()): {"bind": "/model", "mode": "ro"},
-                "kimi-k3-cache": {"bind": "/cache", "mode": "rw"},
-            },
-        )
-
-    def trace(self) -> Trace:
-        low, high = SOURCE_TOKENS
-        return make_trace(
-            requests=REQUESTS,
-            min_tokens=low,
-            max_tokens=high,
-            output_tokens=OUTPUT_TOKENS,
-            cohort_size=COHORT_SIZE,
-            arrivals="poisson",
-            seed=self.seed,
-            vocab_size=VOCAB_SIZE,
-        )
-
-    def describe(self) -> str:
-        """Every step, with the docker command line that each container amounts to."""
-        seconds = sum(REQUESTS / rate for rate in self.rates) * len(self.arms)
-        lines = [
-            f"trace: {REQUESTS} requests of {SOURCE_TOKENS[0]}-{SOURCE_TOKENS[1]} prompt tokens and"
-            f" {OUTPUT_TOKENS} output tokens, seed {self.seed}",
-            f"limits: {', '.join(f'{limit:g} s' for limit in SOURCE_LIMITS_S.values())} on TTFT, the source's own",
-        ]
-        for arm in self.arms:
-            lines += [
-                f"arm {arm.name}: start, until it has generated a token",
-                f"  {shlex.join(docker.command_line(self.container(arm)))}",
-                *(f"  cell {arm.name} @ {rate:g} QPS, {REQUESTS / rate:.0f} s" for rate in self.rates),
-                f"arm {arm.name}: stop and remove the container",
-            ]
-        lines.append(
-            f"report in {self.out}; about {seconds / 60:.0f} min of load, and each arm's loading time"
-        )
-        return "\n".join(lines)
+    rates: str
+    requests: int
+    cohort_size: int
+    output_tokens: int
+    kv_bytes: int
 
 
-def visible_gpus(nvidia_smi: Sequence[str] = ("nvidia-smi",)) -> list[str]:
-    """Names of this host's GPUs; none where nvidia-smi is not there or fails."""
-    command = [*nvidia_smi, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+WHOLE = Load("0.5,0.7,0.9,1.0,1.15", requests=60, cohort_size=5, output_tokens=400, kv_bytes=0)
+"""Rates around the source's crossing; the KV cache is what the image's profile leaves for it."""
+SLICES = {
+    "kimi-k3": Load("0.15,0.3", requests=10, cohort_size=5, output_tokens=32, kv_bytes=GIB),
+    "mla": Load("0.1,0.2", requests=10, cohort_size=5, output_tokens=32, kv_bytes=round(3.6 * GIB)),
+}
+"""One rate far below what two H200 serve of the slice, and one near it; TP2 keeps about 420,000 tokens, three of the
+longest prompts being more than that."""
+PARITY_LENGTHS = (40, 513, 1800, 4100, 9000, 20_000, 33_000, 60_000)
+"""Around blocks and chunks of 8,192 tokens, and across several of them."""
 
 
 def choose(gpus: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -128,82 +83,174 @@ def choose(gpus: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("--gpu", action="store_true", help="serve on this host's GPUs, from --image")
-    bench.add_argument("--profile", help="with --gpu: of the image (default: by this host's GPUs)")
-    bench.add_argument(
-        "--model", type=Path, metavar="DIR", help="with --gpu: checkpoint, or its config.json for a slice"
+    group = bench.add_argument_group("on GPUs")
+    group.add_argument(
+        "--gpu", action="store_true", help="serve on this host's GPUs (default: where there are some)"
     )
-    bench.add_argument("--dry-run", action="store_true", help="print everything that would be done")
+    group.add_argument("--cpu", action="store_true", help="serve the small checkpoint, GPUs or not")
+    group.add_argument(
+        "--engine", choices=("process", "docker"), help="default: docker with --image, else process"
+    )
+    group.add_argument("--profile", help="of the launcher (default: by this host's GPUs)")
+    group.add_argument(
+        "--slice", choices=tuple(FULL_ATTENTION), default="kimi-k3", help="of the model (default kimi-k3)"
+    )
+    group.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint, in place of a slice")
+    group.add_argument("--eager", action="store_true", help="no CUDA graphs in decode steps")
+    group.add_argument(
+        "--engine-arguments", default="", metavar="WORDS", help="further vLLM arguments of every arm"
+    )
+    group.add_argument("--dry-run", action="store_true", help="print everything that would be done")
 
 
-def plan_from(arguments: argparse.Namespace, gpus: Sequence[str]) -> GPUPlan:
-    """Raises UserError for what is missing."""
-    if not arguments.image:
-        raise UserError("--gpu serves from an image; name it with --image kimi-k3-serve@sha256:…")
-    if arguments.model is None or not (arguments.model / "config.json").is_file():
-        raise UserError("--gpu needs --model DIR with the model's config.json")
-    if arguments.profile:
-        profile, names = arguments.profile, arguments.arms.split(",")
-    elif not gpus:
-        raise UserError(
-            "no GPU is visible; without --gpu the pair runs on the CPU, or name --profile to plan"
-        )
-    else:
-        profile, names = choose(gpus)
-    return GPUPlan(
-        image=arguments.image,
-        profile=profile,
-        arms=tuple(Arm.parse(name) for name in names),
-        model=arguments.model,
-        rates=parse_rates(arguments.rates or RATES),
-        out=arguments.out or Path("results") / f"{profile}-pair",
-        seed=arguments.seed,
+def wanted(arguments: argparse.Namespace, default_program: str) -> bool:
+    """Whether the pair goes to GPUs: asked for, or there are some and nothing speaks against it."""
+    if arguments.gpu:
+        return True
+    own_program = arguments.engine_command != default_program
+    return not (arguments.cpu or own_program or arguments.image or arguments.resident) and bool(
+        visible_gpus()
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the plan; without --dry-run carries it out and reports."""
-    plan = plan_from(arguments, visible_gpus())
-    print(plan.describe())
+    profile, names = profile_of(arguments, visible_gpus())
+    arms = arms_of(",".join(names))
+    if (arguments.engine or ("docker" if arguments.image else "process")) == "docker":
+        plan = docker_plan(arguments, profile, arms)
+        print(plan.describe())
+        if not arguments.dry_run:
+            asyncio.run(docker_pair.carry_out(plan))
+            print(f"\nresults are in {plan.out}")
+        return
+    arguments.arms = ",".join(names)
+    options, resident = resident_plan(arguments, profile, arms)
+    print(describe(options, resident), flush=True)
     if not arguments.dry_run:
-        asyncio.run(carry_out(plan))
-        print(f"\nresults are in {plan.out}")
+        carry_out(ResidentRun(options, resident, sys.stderr), options.out)
 
 
-async def carry_out(plan: GPUPlan) -> None:
-    trace, url = plan.trace(), f"http://127.0.0.1:{PORT}"
-    manifest = new_manifest(
-        trace=trace,
-        trace_path="trace.jsonl.gz",
-        arms=[new_arm(arm.name, url, topology=arm.topology) for arm in plan.arms],
-        rates=plan.rates,
-        repeats=1,
-        limits=Limits(SOURCE_LIMITS_S, rule="the source's own"),
-        fixed_cohort=trace.cohorts[len(trace.cohorts) // 2],
-        shared_cores=False,
-        notes=[
-            "Parity was not checked: there is no reference for a model of this size. Compare answers before speed."
-        ],
+def profile_of(arguments: argparse.Namespace, gpus: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """As named, else by the GPUs. Raises UserError where neither says."""
+    if arguments.profile:
+        known = dict(PROFILES.values())
+        names = tuple(arguments.arms.split(",")) if arguments.arms else known.get(arguments.profile)
+        if names is None:
+            raise UserError(f"--profile {arguments.profile} needs --arms, for example --arms tp8,dcp8")
+        return arguments.profile, names
+    if not gpus:
+        raise UserError(
+            "no GPU is visible; without --gpu the pair runs on the CPU, or name --profile to plan"
+        )
+    profile, names = choose(gpus)
+    return profile, tuple(arguments.arms.split(",")) if arguments.arms else names
+
+
+def docker_plan(arguments: argparse.Namespace, profile: str, arms: tuple[Arm, ...]) -> docker_pair.DockerPlan:
+    """Raises UserError for what is missing."""
+    if not arguments.image:
+        raise UserError("--engine docker serves from an image; name it with --image kimi-k3-serve@sha256:…")
+    model = arguments.model
+    if model is not None and not (model / "config.json").is_file():
+        raise UserError("--model DIR holds no config.json; give a checkpoint's folder")
+    if model is None and not profile.startswith("slice-"):
+        raise UserError(f"{profile} serves the whole model; give its checkpoint with --model DIR")
+    load = WHOLE if model is not None else SLICES[arguments.slice]
+    return docker_pair.DockerPlan(
+        image=arguments.image,
+        profile=profile,
+        arms=arms,
+        model=model or write_slice(arguments.slice, arguments.cache),
+        seeded=model is None,
+        rates=parse_rates(arguments.rates or load.rates),
+        requests=arguments.requests or load.requests,
+        cohort_size=arguments.cohort_size or load.cohort_size,
+        output_tokens=arguments.output_tokens or load.output_tokens,
+        kv_bytes=arguments.kv_cache_memory_bytes or load.kv_bytes,
+        out=arguments.out or Path("results") / f"{profile}-pair",
+        seed=arguments.seed,
     )
-    store = RunStore.create(plan.out, manifest, trace)
-    try:
-        for arm in plan.arms:
-            log = plan.out / "logs" / f"{arm.name}.log"
-            engine = await docker.start(arm.name, plan.container(arm), url=url, log_path=log, progress=say)
-            with engine:
-                entry = next(entry for entry in manifest["arms"] if entry["name"] == arm.name)
-                entry["engine"] = engine.started_as()
-                store.write_manifest(manifest)
-                target = Target(arm.name, url, await ask_model(url, None))
-                facts = {arm.name: {"log": f"logs/{arm.name}.log", "image": entry["engine"]["image_id"]}}
-                with ProgressLine(sys.stderr) as line:
-                    measuring = measure(
-                        store, [target], trace, Plan(plan.rates), engines=facts, on_progress=line
-                    )
-                    await engine.guard(measuring, "measuring")
-    finally:
-        print(write_report(store), end="")
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
+def resident_plan(
+    arguments: argparse.Namespace, profile: str, arms: tuple[Arm, ...]
+) -> tuple[Options, ResidentOptions]:
+    """Raises UserError for what is missing."""
+    if arguments.model is not None:
+        raise UserError("--model is served from an image; name one with --image, or choose a --slice")
+    if not profile.startswith("slice-"):
+        raise UserError(f"{profile} serves the whole model; name an image with --image and --model DIR")
+    load, scale = SLICES[arguments.slice], 1.0 if arguments.scale is None else arguments.scale
+    arguments.scale = scale
+    options = Options(
+        out=arguments.out or Path("results") / f"{profile.removeprefix('slice-')}-{arguments.slice}",
+        arms=arms,
+        rates=parse_rates(arguments.rates or load.rates),
+        absolute_rates=True,
+        limits_s=(SOURCE_LIMITS_S["15"], SOURCE_LIMITS_S["25"]),
+        scale=scale,
+        requests=arguments.requests or load.requests,
+        cohort_size=arguments.cohort_size or load.cohort_size,
+        output_tokens=arguments.output_tokens or load.output_tokens,
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes or load.kv_bytes,
+        parity_lengths=parse_counts(arguments.parity_lengths) if arguments.parity_lengths else PARITY_LENGTHS,
+        seed=arguments.seed,
+        program=tuple(shlex.split(arguments.engine_command)),
+        cache=arguments.cache,
+        resume=arguments.resume,
+    )
+    others = (length + 64 for length in (*options.parity_lengths, arguments.context_tokens or 0))
+    serving = on_gpus(
+        options.program,
+        profile,
+        write_slice(arguments.slice, arguments.cache),
+        options.kv_cache_memory_bytes,
+        longest_context(SOURCE_TOKENS[1], scale, options.output_tokens, *others),
+        seeded=True,
+        graphs=not arguments.eager,
+        extra=shlex.split(arguments.engine_arguments),
+        ready_timeout_s=READY_TIMEOUT_S
+        if arguments.budget is None
+        else min(READY_TIMEOUT_S, START_SHARE * 60 * arguments.budget),
+    )
+    return options, resident_options(arguments, serving, VOCAB_SIZE)
+
+
+def describe(options: Options, resident: ResidentOptions) -> str:
+    """Every step of a resident run, with the command line that starts each arm."""
+    serving = resident.serving
+    low, high = (round(tokens * options.scale) for tokens in SOURCE_TOKENS)
+    lines = [
+        f"trace: {options.requests} requests of {low}-{high} prompt tokens and {options.output_tokens} output"
+        f" tokens, {resident.arrivals} arrivals, cohorts of {options.cohort_size}, seed {options.seed}",
+        f"limits: {', '.join(f'{limit:g} s' for limit in SOURCE_LIMITS_S.values())} on TTFT, the source's own",
+        f"KV cache: {options.kv_cache_memory_bytes:,} bytes of each rank in every arm",
+        "start all arms at once, until every rank has written its proof:",
+    ]
+    for arm in options.arms:
+        setting = [f"{name}={value}" for name, value in serving.environment(arm).items()]
+        proof = options.out / "proof" / arm.name
+        lines.append(f"  {arm.name}: {shlex.join([*setting, *serving.argv(arm, 8000, proof)])}")
+    lengths = ", ".join(f"{length:,}" for length in options.parity_lengths)
+    lines.append(
+        f"parity: prompts of {lengths} tokens, {resident.parity_tokens} tokens each, alone and at once beside"
+        f" prefills of {resident.prefill_tokens:,} tokens; tolerance {resident.tolerance.logprob:g} nats"
+    )
+    if resident.lone_prompts or resident.contexts:
+        lines.append(
+            f"long contexts: {resident.lone_prompts} prompts of {resident.context_tokens:,} tokens to each arm alone,"
+            f" {resident.contexts} at once"
+        )
+    seconds = 0.0
+    for repeat in range(resident.repeats):
+        for rate in options.rates:
+            took = options.requests / rate
+            seconds += took * len(options.arms)
+            lines += [
+                f"  cell {arm.name} @ {rate:g} QPS, repeat {repeat}, {took:.0f} s" for arm in options.arms
+            ]
+    if resident.kill:
+        lines.append(f"SIGKILL for one rank of {resident.kill} in the middle of its first cell")
+    lines.append(f"report in {options.out}; about {seconds / 60:.0f} min of load, and the engines' start")
+    return "\n".join(lines)

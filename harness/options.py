@@ -43,3 +43,14 @@ def _positive(text: str, what: str) -> float:
     if not 0 < value < math.inf:
         raise UserError(f"{what} {text!r} is not positive and finite; give positive numbers")
     return value
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`40,513` -> (40, 513): whole numbers of 1 or more."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise UserError(f"{text!r} is not a list of counts; give whole numbers from 1, like 40,513")
+    return counts

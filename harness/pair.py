@@ -5,23 +5,14 @@ Each arm is started, proves what it is, passes parity, and is swept over the sam
 engine runs at a time. With several launches an arm these alternate (A B B A ...): a cell's repeat is then the
 number of its launch, and launches of one arm differ by the noise that a difference between arms must exceed.
 The first arm sets limits and rates, which are frozen in the manifest before its sweep.
-In the run's folder, beside what store.py keeps:
-
-    baseline.json                the first arm's unloaded TTFT and capacity, with the requests they come from
-    parity.json                  the verdict, extremes of each pair, every difference
-    parity/prompts.json          what was asked; reference.json and <arm>.json.gz: what was answered
-    proof/<arm>/rank-<r>.json    what each rank stated about itself
-    logs/<name>.log              output of every program that was run
+What is in the run's folder: run_folder.py. All arms' engines at once: resident.py.
 """
 
 import asyncio
-import gzip
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from harness import parity
 from harness.arms import Arm
@@ -30,21 +21,21 @@ from harness.calibrate import brief, error_bar
 from harness.engines.endpoint import ask_model
 from harness.engines.in_image import Start
 from harness.engines.process import Engine, free_port, start
-from harness.engines.proof import read_proofs
 from harness.errors import UserError
-from harness.launches import flags_of, kept_answers, launch_order, what_bound
+from harness.launches import kept_answers, launch_order
 from harness.load import Progress, Target
 from harness.parity_collect import collect
 from harness.prepare import ask_reference, make_checkpoint, sha256_of
 from harness.progress import ProgressLine
+from harness.run_folder import RunFolder, number
+from harness.serving import HOST, longest_context, on_cpu
 from harness.sla import SOURCE_LIMITS_S, Limits
 from harness.steps import Steps
-from harness.store import CellKey, RunStore, new_arm, new_manifest, write_bytes, write_json
+from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, measure
 from harness.trace import Trace, make_trace
 
 SOURCE_TOKENS = (60_000, 180_000)
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -75,19 +66,51 @@ class Options:
     resume: bool = False
     start_engine: Start = start
 
+    @property
+    def limits(self) -> Limits:
+        """The applied limits as far as they are known before the baseline."""
+        if self.limits_s == tuple(SOURCE_LIMITS_S.values()):
+            return Limits(SOURCE_LIMITS_S, rule="the source's own")
+        if self.limits_s:
+            return Limits.of(*self.limits_s, rule="given with --sla")
+        return Limits(SOURCE_LIMITS_S, rule="the source's own: the unloaded TTFT was not measured yet")
+
+    def trace(self, seed: int, vocab_size: int, arrivals: str = "poisson") -> Trace:
+        low, high = SOURCE_TOKENS
+        return make_trace(
+            requests=self.requests,
+            min_tokens=low,
+            max_tokens=high,
+            output_tokens=self.output_tokens,
+            cohort_size=self.cohort_size,
+            arrivals=arrivals,
+            seed=seed,
+            vocab_size=vocab_size,
+            scale=self.scale,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Of what a trace can hold, not of what this one happens to: the baseline has a trace of its own."""
+        others = (length + parity.OUTPUT_TOKENS for length in self.parity_lengths)
+        return longest_context(SOURCE_TOKENS[1], self.scale, self.output_tokens, *others)
+
 
 class PairRun:
     """One run of a pair. `store` is None until there is a folder to keep anything in."""
 
     def __init__(self, options: Options, stream: TextIO) -> None:
         self.options = options
-        self.store: RunStore | None = None
         self.steps = Steps(stream)
         self._stream = stream
-        self._manifest: dict[str, Any] = {}
+        self._folder: RunFolder | None = None
         self._interrupted = False
         self._stop: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def store(self) -> RunStore | None:
+        return self._folder.store if self._folder else None
 
     def interrupt(self) -> None:
         """For a signal handler: ends the cell that runs and keeps it, or cancels whatever else is done."""
@@ -103,8 +126,8 @@ class PairRun:
         try:
             await self._measure()
         finally:
-            if self.store:
-                self._note_missing()
+            if self._folder:
+                self._folder.note_missing(self.options.arms)
                 self._save()
 
     async def _measure(self) -> None:
@@ -113,20 +136,21 @@ class PairRun:
             model = await make_checkpoint(options.program, options.cache, self.steps.progress)
         vocab_size = json.loads((model / "config.json").read_bytes())["vocab_size"]
         with step("trace"):
-            trace = self._trace(options.seed, vocab_size)
-            self._create(trace, model)
+            trace = options.trace(options.seed, vocab_size)
+            self._folder = self._open(trace, model)
         prompts = parity.make_prompts(options.seed, vocab_size, options.parity_lengths)
         with step("reference"):
             reference = await ask_reference(
                 options.program,
                 model,
                 prompts,
-                folder=self._folder("parity"),
-                log_path=self._folder("logs") / "reference.log",
+                folder=self._run.folder("parity"),
+                log_path=self._run.folder("logs") / "reference.log",
                 progress=self.steps.progress,
             )
 
-        answers = kept_answers(self._run.path, self._manifest) if options.resume else {}
+        manifest = self._run.manifest
+        answers = kept_answers(self._run.path, manifest) if options.resume else {}
         for arm, launch in launch_order(options.arms, options.launches):
             if answers.keys() >= {arm.name} and self._is_measured(arm, launch):
                 continue
@@ -143,179 +167,92 @@ class PairRun:
                         }
                         asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
                         answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
-                        self._judge(arm, prompts, reference, answers)
-                if not self._manifest["frozen"]:
+                        proofs = self._run.read_proofs(arm.name)
+                        if refusal := self._run.judge(prompts, reference, answers, self.steps):
+                            raise UserError(refusal)
+                        arm.require_proof(proofs, used=True)
+                if not manifest["frozen"]:
                     with step(f"{name} baseline"):
-                        await self._baseline(engine, target, self._trace(options.seed + 1, vocab_size))
-                if "client_calibration" not in self._manifest:
+                        await self._baseline(engine, target, options.trace(options.seed + 1, vocab_size))
+                if "client_calibration" not in manifest:
                     with step("calibration"):
-                        self._manifest["client_calibration"] = await brief(trace)
-                        self.steps.say(f"  {error_bar(self._manifest['client_calibration'])}")
+                        manifest["client_calibration"] = await brief(trace)
+                        self.steps.say(f"  {error_bar(manifest['client_calibration'])}")
                 with step(f"{name} sweep"):
                     await self._sweep(engine, target, trace, launch)
             self._save()
-        for arm in options.arms:
-            self._note_what_bound(arm, self._manifest["rates"][-1])
+        self._run.note_what_bound(options.arms)
 
     # Preparation
 
-    def _trace(self, seed: int, vocab_size: int) -> Trace:
-        low, high = SOURCE_TOKENS
-        return make_trace(
-            requests=self.options.requests,
-            min_tokens=low,
-            max_tokens=high,
-            output_tokens=self.options.output_tokens,
-            cohort_size=self.options.cohort_size,
-            arrivals="poisson",
-            seed=seed,
-            vocab_size=vocab_size,
-            scale=self.options.scale,
-        )
-
-    def _create(self, trace: Trace, model: Path) -> None:
-        given = self.options.limits_s
-        if given:
-            limits = Limits.of(*given, rule="given with --sla")
-        else:
-            limits = Limits(SOURCE_LIMITS_S, rule="the source's own: the unloaded TTFT was not measured yet")
-        self._manifest = new_manifest(
-            trace=trace,
-            trace_path="trace.jsonl.gz",
-            arms=[new_arm(arm.name, "", topology=arm.topology) for arm in self.options.arms],
-            rates=self.options.rates if self.options.absolute_rates else (),
-            repeats=self.options.launches,
-            limits=limits,
-            fixed_cohort=trace.cohorts[len(trace.cohorts) // 2],
+    def _open(self, trace: Trace, model: Path) -> RunFolder:
+        options = self.options
+        return RunFolder.open(
+            options.out,
+            trace,
+            options.arms,
+            rates=options.rates if options.absolute_rates else (),
+            limits=options.limits,
+            repeats=options.launches,
             shared_cores=True,
+            facts={
+                "checkpoint": {"path": str(model), "sha256": sha256_of(model)},
+                "launches": options.launches,
+            },
+            resume=options.resume,
         )
-        self._manifest["checkpoint"] = {"path": str(model), "sha256": sha256_of(model)}
-        self._manifest["launches"] = self.options.launches
-        self._manifest["frozen"] = False  # limits and rates, until the baseline has been measured
-        if not self.options.resume:
-            self.store = RunStore.create(self.options.out, self._manifest, trace)
-            return
-        asked = self._manifest
-        self.store = RunStore.resume(self.options.out, asked, trace)
-        self._manifest = {**self.store.manifest, "notes": []}
-        for fact in ("checkpoint", "launches"):
-            if self._manifest.get(fact) != asked[fact]:
-                raise UserError(f"{self.options.out} was begun with another {fact}; choose another --out")
 
     def _is_measured(self, arm: Arm, launch: int) -> bool:
         """Whether nothing of this launch is left; an arm that stopped early is found out by its sweep."""
-        done = {cell.key for cell in self._run.cells() if not cell.facts["aborted"]}
-        wanted = {CellKey(arm.name, rate, launch) for rate in self._manifest["rates"]}
-        return bool(self._manifest["frozen"]) and wanted <= done
+        done = {cell.key for cell in self._run.store.cells() if not cell.facts["aborted"]}
+        wanted = {CellKey(arm.name, rate, launch) for rate in self._run.manifest["rates"]}
+        return bool(self._run.manifest["frozen"]) and wanted <= done
 
     # One arm
 
     async def _start(self, arm: Arm, launch: int, model: Path) -> Engine:
-        port = free_port()
-        proof_dir = self._folder("proof", arm.name)
-        # Of what a trace can hold, not of what this one happens to: the baseline has a trace of its own.
-        longest = max(
-            math.ceil(SOURCE_TOKENS[1] * self.options.scale) + self.options.output_tokens,
-            *(length + parity.OUTPUT_TOKENS for length in self.options.parity_lengths),
-        )
-        argv = [*self.options.program, "serve", "--profile", "cpu", "--topology", arm.name]
-        argv += ["--model", str(model), "--host", HOST, "--port", str(port), "--proof-dir", str(proof_dir)]
-        argv += ["--kv-cache-memory-bytes", str(self.options.kv_cache_memory_bytes)]
-        argv += ["--", "--max-model-len", str(longest + 1)]
-        engine = await self.options.start_engine(
+        options = self.options
+        port, proof_dir = free_port(), self._run.folder("proof", arm.name)
+        serving = on_cpu(options.program, model, options.kv_cache_memory_bytes, options.max_model_len)
+        argv = serving.argv(arm, port, proof_dir)
+        self._run.folder("logs")
+        log = f"logs/{arm.name}.log" if options.launches == 1 else f"logs/{arm.name}-launch{launch + 1}.log"
+        engine = await options.start_engine(
             arm.name,
             argv,
             url=f"http://{HOST}:{port}",
-            log_path=self._run.path / self._log(arm.name, launch),
+            log_path=self._run.path / log,
             proof_dir=proof_dir,
             progress=self.steps.progress,
         )
         try:
-            entry = self._arm_entry(arm.name)
-            entry["url"] = engine.url
-            entry["kv_tokens"], entry["kv_bytes"] = engine.proofs[0].kv_tokens, engine.proofs[0].kv_bytes
-            entry["engine"] = {
-                **engine.started_as(),
-                "ranks": [proof.raw for proof in engine.proofs],
-                "log": self._log(arm.name, launch),
-                "digest": self._manifest["checkpoint"]["sha256"],
-                "packages": {"vllm": engine.proofs[0].vllm},
-                "flags": flags_of(argv),
-            }
-            self._save()
+            self._run.record_engine(arm, engine, argv, engine.proofs, log)
             arm.require_proof(engine.proofs)
-            self._require_equal_bytes()
+            self._run.require_equal_bytes()
         except BaseException:
             engine.stop()
             raise
         return engine
 
-    def _log(self, arm: str, launch: int) -> str:
-        self._folder("logs")
-        return f"logs/{arm}.log" if self.options.launches == 1 else f"logs/{arm}-launch{launch + 1}.log"
-
-    def _require_equal_bytes(self) -> None:
-        known = {
-            arm["name"]: arm["kv_bytes"] for arm in self._manifest["arms"] if arm["kv_bytes"] is not None
-        }
-        if len(set(known.values())) > 1:
-            sizes = ", ".join(f"{name} {size:,}" for name, size in known.items())
-            raise UserError(f"the arms' KV caches differ in bytes ({sizes}); compare them at equal bytes")
-
-    def _judge(
-        self,
-        arm: Arm,
-        prompts: Sequence[parity.Prompt],
-        reference: parity.Answers,
-        answers: Mapping[str, parity.ArmAnswers],
-    ) -> None:
-        """Keeps what was answered and the verdict so far; UserError where the pair must not be timed."""
-        verdict = parity.compare(prompts, reference, answers)
-        record = {**asdict(verdict), "refusal": verdict.refusal()}
-        self._manifest["parity"] = record
-        write_bytes(
-            self._folder("parity") / f"{arm.name}.json.gz",
-            gzip.compress(json.dumps(asdict(answers[arm.name])).encode(), mtime=0),
-        )
-        beside = {name: answer.prefills_beside for name, answer in answers.items()}
-        write_json(self._run.path / "parity.json", {**record, "prefills_beside": beside})
-        proofs = read_proofs(self._folder("proof", arm.name))
-        self._arm_entry(arm.name)["engine"]["ranks"] = [proof.raw for proof in proofs]
-        self._save()
-        for pair in verdict.pairs:
-            self.steps.say(
-                f"  {pair.pair}: {pair.positions} positions, {pair.token_differences} other tokens,"
-                f" max |Δlogprob| {_number(pair.max_logprob_difference)}"
-            )
-        if refusal := verdict.refusal():
-            raise UserError(refusal)
-        arm.require_proof(proofs, used=True)
-
     async def _baseline(self, engine: Engine, target: Target, trace: Trace) -> None:
         """Limits and rates (requests a second) of the sweep are frozen in the manifest here."""
         options = self.options
         baseline = await engine.guard(measure_baseline(target, trace), "measuring its baseline")
-        write_json(self._run.path / "baseline.json", baseline.as_record())
-        if options.limits_s is None:
-            limits = baseline.limits(target.name)
-            self._manifest["limits"] |= {"applied": limits.applied, "rule": limits.rule}
-        rates = options.rates if options.absolute_rates else baseline.rates(options.rates)
-        self._manifest |= {"rates": list(rates), "frozen": True}
-        self._save()
+        self._run.freeze(baseline, target.name, options.rates, options.limits_s, options.absolute_rates)
+        manifest = self._run.manifest
         self.steps.say(
             f"  unloaded P50 TTFT {baseline.unloaded_ttft_p50_s:.3f} s,"
             f" capacity {baseline.capacity_qps:.3g} QPS;"
-            f" limits {', '.join(map(_number, self._manifest['limits']['applied'].values()))} s,"
-            f" rates {', '.join(map(_number, rates))} QPS"
+            f" limits {', '.join(map(number, manifest['limits']['applied'].values()))} s,"
+            f" rates {', '.join(map(number, manifest['rates']))} QPS"
         )
 
     async def _sweep(self, engine: Engine, target: Target, trace: Trace, launch: int) -> None:
         """Cells one by one; an engine that dies, or an interruption, ends its cell, which is kept, marked."""
-        rates = self._manifest["rates"]
+        rates = self._run.manifest["rates"]
         order = [(arm.name, n) for arm, n in launch_order(self.options.arms, self.options.launches)]
         before = order.index((target.name, launch)) * len(rates)
-        entry = self._arm_entry(target.name)["engine"]
-        facts = {name: entry[name] for name in ("digest", "packages", "flags", "log")}
+        facts = self._run.engine_facts(target.name)
         for index, rate in enumerate(rates, start=1):
             key = CellKey(target.name, rate, launch)
             position = Position(key, before + index, len(order) * len(rates))
@@ -331,7 +268,7 @@ class PairRun:
                         line(at, progress)
 
                     await measure(
-                        self._run,
+                        self._run.store,
                         [target],
                         trace,
                         plan,
@@ -348,56 +285,22 @@ class PairRun:
                 watching.cancel()
             if self._interrupted:
                 raise asyncio.CancelledError
-            if not engine.alive() or (self._has_failures(key) and await engine.dying()):
-                self._mark_aborted(key)
+            if not engine.alive() or (self._run.has_failures(key) and await engine.dying()):
+                self._run.mark_aborted(key)
                 raise engine.death(f"measuring at {rate:g} QPS")
-
-    def _has_failures(self, key: CellKey) -> bool:
-        return any(r.status != "ok" for cell in self._run.cells() if cell.key == key for r in cell.records)
-
-    def _mark_aborted(self, key: CellKey) -> None:
-        """For an engine that outlived its last answer by a moment: its cell looked complete when written."""
-        for cell in self._run.cells():
-            if cell.key == key:
-                write_json(self._run.path / "cells" / f"{key}.json", {**cell.facts, "aborted": True})
-
-    def _note_missing(self) -> None:
-        measured = {cell.key.arm for cell in self._run.cells()}
-        if missing := [arm.name for arm in self.options.arms if arm.name not in measured]:
-            self._manifest["notes"].append(
-                f"{', '.join(missing)} was not measured: this run compares nothing."
-            )
-
-    def _note_what_bound(self, arm: Arm, rate: float) -> None:
-        for cell in self._run.cells():
-            if cell.key == CellKey(arm.name, rate, 0):
-                self._manifest["notes"].append(what_bound(arm.name, rate, cell.facts["metrics"]))
 
     # The run's folder
 
     @property
-    def _run(self) -> RunStore:
-        assert self.store is not None, "the run's folder is made before anything is kept in it"
-        return self.store
-
-    def _folder(self, *names: str) -> Path:
-        folder = self._run.path.joinpath(*names)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _arm_entry(self, name: str) -> dict[str, Any]:
-        entry: dict[str, Any] = next(arm for arm in self._manifest["arms"] if arm["name"] == name)
-        return entry
+    def _run(self) -> RunFolder:
+        assert self._folder is not None, "the run's folder is made before anything is kept in it"
+        return self._folder
 
     def _save(self) -> None:
-        self._manifest["steps_s"] = self.steps.seconds
-        self._run.write_manifest(self._manifest)
+        self._run.manifest["steps_s"] = self.steps.seconds
+        self._run.save()
 
 
 async def _set_at_end(engine: Engine, event: asyncio.Event) -> None:
     await engine.watch()
     event.set()
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g}"

@@ -70,6 +70,9 @@ class Tolerance:
     """Smallest accepted share of the top-20 tokens that both sides list."""
 
 
+EXACT = Tolerance()
+
+
 @dataclass(frozen=True)
 class Difference:
     """One position at which two sides part.
@@ -148,14 +151,20 @@ def parse_reference(answers: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Pos
 
 def compare(
     prompts: Sequence[Prompt],
-    reference: Answers,
+    reference: Answers | None,
     arms: Mapping[str, ArmAnswers],
-    tolerance: Tolerance = Tolerance(),
+    tolerance: Tolerance = EXACT,
+    output_tokens: int = OUTPUT_TOKENS,
 ) -> ParityResult:
-    """Every pair at every position; the first of `arms` is the one that the others are compared with."""
+    """Every pair at every position; the first of `arms` is the one that the others are compared with.
+
+    `reference` is None for a model that has none: then arms are compared with each other and with themselves.
+    Answers are as long as the reference's, or `output_tokens` long without one.
+    """
     first = next(iter(arms))
+    against = {} if reference is None else arms
     pairs = [
-        *((f"{name} vs reference", reference, arm.alone) for name, arm in arms.items()),
+        *((f"{name} vs reference", reference or {}, arm.alone) for name, arm in against.items()),
         *((f"{name} alone vs concurrent", arm.alone, arm.concurrent) for name, arm in arms.items()),
         *(
             (f"{first} vs {name}", arms[first].alone, arm.alone)
@@ -174,7 +183,8 @@ def compare(
         summaries.append(_summary(pair, contexts))
         for prompt in prompts:
             ours = [context for context in contexts if context.prompt is prompt]
-            diverged += _differences(pair, prompt, ours, len(reference[prompt.id]), tolerance)
+            expected = output_tokens if reference is None else len(reference[prompt.id])
+            diverged += _differences(pair, prompt, ours, expected, tolerance)
     compared = sum(summary.positions for summary in summaries)
     return ParityResult(
         ok=compared > 0 and all(difference.explained for difference in diverged),

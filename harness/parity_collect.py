@@ -27,15 +27,15 @@ async def collect(
     continuations: Mapping[str, Sequence[int]],
     vocab_size: int,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> ArmAnswers:
-    """Each prompt alone, then all of them at once while other requests are prefilled beside them.
+    """Each prompt alone, then all of them at once while prompts of `prefill_tokens` are prefilled beside them.
 
     `continuations` are the tokens by prompt id that the engine is teacher-forced on. Raises UserError where
     the engine does not answer, or not with top-20 logprobs.
     """
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with _session() as session:
         engine = _Engine(session, target)
         alone = {}
         for count, prompt in enumerate(prompts):
@@ -43,7 +43,7 @@ async def collect(
             alone[prompt.id] = await engine.forced(prompt, continuations[prompt.id])
 
         progress(f"{target.name}: {len(prompts)} prompts at once, beside prefills")
-        prefills = _Prefills(engine, vocab_size)
+        prefills = _Prefills(engine, vocab_size, prefill_tokens)
         beside = asyncio.create_task(prefills.run())
         try:
             answers = await asyncio.gather(
@@ -56,6 +56,23 @@ async def collect(
             raise ended
     concurrent = {prompt.id: answer for prompt, answer in zip(prompts, answers, strict=True)}
     return ArmAnswers(alone, concurrent, prefills.done)
+
+
+async def continue_freely(
+    target: Target, prompts: Sequence[Prompt], tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """Greedy continuations of `tokens` tokens by prompt id, for where no reference gives them."""
+    async with _session() as session:
+        engine = _Engine(session, target)
+        return {
+            prompt.id: tuple(p.token for p in await engine.complete(prompt.id, prompt.tokens, tokens))
+            for prompt in prompts
+        }
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
 class _Engine:
@@ -115,15 +132,16 @@ class _Engine:
 class _Prefills:
     """Requests of one token each, one after the other for as long as it runs."""
 
-    def __init__(self, engine: _Engine, vocab_size: int) -> None:
+    def __init__(self, engine: _Engine, vocab_size: int, prompt_tokens: int) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
+        self._prompt_tokens = prompt_tokens
         self.done = 0
 
     async def run(self) -> None:
         generator = np.random.default_rng(0)
         while True:
-            tokens = generator.integers(FIRST_TOKEN_ID, self._vocab_size, size=PREFILL_TOKENS).tolist()
+            tokens = generator.integers(FIRST_TOKEN_ID, self._vocab_size, size=self._prompt_tokens).tolist()
             await self._engine.complete("of a prefill beside", tokens, 1)
             self.done += 1
 

@@ -74,7 +74,7 @@ def plan(
     if kv_bytes := kv_cache_memory_bytes or chosen.kv_cache_memory_bytes:
         argv += ["--kv-cache-memory-bytes", str(kv_bytes)]
     argv += [*shape.flags(), *spread(chosen, node, head)]
-    if chosen.layers:
+    if chosen.layers and not is_slice(model, chosen.layers):
         argv += ["--hf-overrides", json.dumps({"text_config": {"num_hidden_layers": chosen.layers}})]
     for name, value in flags.items():
         argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -87,6 +87,15 @@ def plan(
     if proof_dir is not None:
         environment[PROOF_DIR] = str(proof_dir.resolve())
     return Launch((*argv, *extra), environment)
+
+
+def is_slice(model: Path | str, layers: int) -> bool:
+    """Whether the model in a folder has no more than so many layers by itself."""
+    if not isinstance(model, Path):
+        return False
+    config = json.loads((model / "config.json").read_text())
+    own: int | None = config.get("text_config", config).get("num_hidden_layers")
+    return own is not None and own <= layers
 
 
 def cores(shape: Topology) -> list[int]:

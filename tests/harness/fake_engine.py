@@ -28,6 +28,7 @@ PREFILL_TOKENS_PER_S = 100_000.0
 DECODE_STEP_S = 0.0005
 KV_BYTES_PER_TOKEN = 1024
 DCP_PATHS = ("prefill_context_gather", "decode_merge")
+GPU_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge")
 segment: mmap.mmap | None = None
 
 STUBBORN = "trap '' TERM INT HUP; echo ready; while :; do sleep 0.2; done"
@@ -171,6 +172,8 @@ process_start_time_seconds {self.started}
 def serve(args: argparse.Namespace) -> None:
     faults = Faults(**json.loads(os.environ.get("FAKE_ENGINE", "{}")))
     print(f"fake engine {args.topology} starting", flush=True)
+    tokens = args.kv_cache_memory_bytes // KV_BYTES_PER_TOKEN * (2 if args.topology == "dcp2" else 1)
+    print(f"INFO GPU KV cache size: {tokens:,} tokens, Maximum concurrency", flush=True)
     if faults.exit_at_start is not None:
         print("\x1b[31mValueError: no room for the KV cache\x1b[0m", file=sys.stderr, flush=True)
         sys.exit(faults.exit_at_start)
@@ -208,6 +211,7 @@ def start_children(directory: Path) -> None:
 
 def write_proof(directory: Path, rank: int, args: argparse.Namespace, faults: Faults) -> None:
     names = ["cpu_dcp_mla", "owned_decode_collectives", "dcp_slot_mapping", "chunked_prefill", "native_ops"]
+    names += ["mla_layers"]
     names += ["prefill_context_gather"] if args.topology == "dcp2" else []
     tokens = args.kv_cache_memory_bytes // KV_BYTES_PER_TOKEN * (2 if args.topology == "dcp2" else 1)
     proof = {
@@ -222,7 +226,7 @@ def write_proof(directory: Path, rank: int, args: argparse.Namespace, faults: Fa
         "kv_bytes": args.kv_cache_memory_bytes,
         "vllm": "0.0-fake",
         "pid": os.getpid(),
-        "used": [path for path in DCP_PATHS if args.topology == "dcp2" and path != faults.unused_path],
+        "used": [path for path in DCP_PATHS + GPU_PATHS if args.topology == "dcp2" and path != faults.unused_path],
     }
     (directory / f"rank-{rank}.json").write_text(json.dumps(proof))
 

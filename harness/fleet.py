@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that run beside each other, one for each arm: started together, watched, replaced when one dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from harness.arms import Arm
+from harness.engines.endpoint import ask_model
+from harness.engines.process import Engine, free_port, healthy, start
+from harness.errors import UserError
+from harness.load import Target
+from harness.run_folder import RunFolder
+from harness.serving import HOST, Serving, kv_tokens_of
+from harness.steps import Steps
+
+
+class Fleet:
+    """Of `arms`, those that started. Leaving the context ends every engine."""
+
+    def __init__(self, serving: Serving, folder: RunFolder, steps: Steps, session: int) -> None:
+        self.serving, self.folder, self.steps = serving, folder, steps
+        self.engines: dict[str, Engine] = {}
+        self._models: dict[str, str] = {}
+        self._session = session
+        self._starts: dict[str, int] = {}
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """The arms that run, in the run's order, whichever was up first or came back last."""
+        names = [arm["name"] for arm in self.folder.manifest["arms"]]
+        return {
+            name: Target(name, self.engines[name].url, self._models[name])
+            for name in names
+            if name in self.engines
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(list(self.engines))
+
+    async def start(self, arms: Sequence[Arm]) -> dict[str, UserError]:
+        """Starts all of them at once; returns why some did not start, by arm."""
+        ports = _distinct_ports(len(arms))
+        starting = [self._start_one(arm, port) for arm, port in zip(arms, ports, strict=True)]
+        _, failed = _sorted_out([arm.name for arm in arms], await gather_all(starting))
+        self.folder.require_equal_bytes()
+        return failed
+
+    async def _start_one(self, arm: Arm, port: int) -> None:
+        serving, folder = self.serving, self.folder
+        count = self._starts[arm.name] = self._starts.get(arm.name, 0) + 1
+        folder.folder("logs")
+        log = f"logs/{arm.name}-launch{self._session + 1}" + (f"-start{count}.log" if count > 1 else ".log")
+        proof_dir = folder.folder("proof", arm.name)
+        argv = serving.argv(arm, port, proof_dir)
+        engine = await start(
+            arm.name,
+            argv,
+            url=f"http://{HOST}:{port}",
+            log_path=folder.path / log,
+            proof_dir=proof_dir,
+            env=serving.environment(arm),
+            ready_timeout_s=serving.ready_timeout_s,
+            nice=serving.nice,
+            progress=lambda state: self.steps.progress(f"{arm.name} {state}"),
+        )
+        try:
+            folder.record_engine(arm, engine, argv, engine.proofs, log)
+            if serving.gpu:  # there the engine core knows, not its workers
+                folder.arm(arm.name)["kv_tokens"] = kv_tokens_of(engine.log_path)
+                folder.save()
+            arm.require_proof(engine.proofs, gpu=serving.gpu)
+            model = await engine.guard(ask_model(engine.url, None), "starting")
+        except BaseException:
+            engine.stop()
+            raise
+        self._models[arm.name] = model
+        self.engines[arm.name] = engine
+        self.steps.say(f"  {arm.name} is up")
+
+    def stop(self, names: Sequence[str]) -> None:
+        """Ends these engines; they go at the same time, and are waited for."""
+        ending = [self.engines.pop(name) for name in names]
+        for engine in ending:
+            if engine.process.stdin is not None:
+                engine.process.stdin.close()
+        for engine in ending:
+            engine.stop()
+
+    async def ask_all(
+        self, asking: Callable[[Target], Coroutine[Any, Any, Any]], doing: str
+    ) -> tuple[dict[str, Any], dict[str, UserError]]:
+        """Asks every arm at once; by arm what it answered, and why it did not."""
+        targets = self.targets
+        outcomes = await gather_all(
+            [self.engines[name].guard(asking(target), doing) for name, target in targets.items()]
+        )
+        return _sorted_out(list(targets), outcomes)
+
+    @asynccontextmanager
+    async def watched(self, stop: asyncio.Event) -> AsyncIterator[None]:
+        """Sets `stop` when any engine ends."""
+
+        async def watch(engine: Engine) -> None:
+            await engine.watch()
+            stop.set()
+
+        watching = [asyncio.ensure_future(watch(engine)) for engine in self.engines.values()]
+        try:
+            yield
+        finally:
+            for task in watching:
+                task.cancel()
+
+    async def dead(self, suspects: Collection[str] = ()) -> list[str]:
+        """Arms whose engine has ended; of `suspects` also those that end soon or do not answer any more."""
+        found = [name for name, engine in self.engines.items() if not engine.alive()]
+        for name in suspects:
+            engine = self.engines[name]
+            if name not in found and (await engine.dying() or not await healthy(engine.url)):
+                found.append(name)
+        return found
+
+    def kill_worker(self, name: str) -> int:
+        """SIGKILL for the arm's last rank, as a fault would end it; returns its process id."""
+        pid = self.engines[name].proofs[-1].pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+async def gather_all(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Every outcome, errors among them; a cancellation of ours reaches all of the work before it is passed on."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _sorted_out(names: Sequence[str], outcomes: Sequence[Any]) -> tuple[dict[str, Any], dict[str, UserError]]:
+    """Results and users' errors by name; any other error is a fault, and raised."""
+    results, failed = {}, {}
+    for name, outcome in zip(names, outcomes, strict=True):
+        if isinstance(outcome, UserError):
+            failed[name] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            results[name] = outcome
+    return results, failed
+
+
+def _distinct_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return sorted(ports)

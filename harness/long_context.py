@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long contexts on servers that run: TTFT of a lone prompt, and time between tokens at one and at several contexts.
+
+Closed loop and streamed, a cache salt for each request. Every arm is asked the same prompts, arms in turns (A B B A),
+so that a prompt's times in two arms pair.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from harness.errors import UserError
+from harness.load import Target
+from harness.stats import percentile_interval
+from harness.trace import FIRST_TOKEN_ID
+
+LONE_TOKENS = 33
+TOGETHER_TOKENS = 64
+DECODE_TAIL = 24
+"""The last tokens of each of several contexts: by then every prefill is done."""
+TIMEOUT_S = 900.0
+
+
+async def stream(
+    client: aiohttp.ClientSession, target: Target, prompt: Sequence[int], tokens: int
+) -> tuple[float, list[float]]:
+    """Seconds from sending to the first token, and between the following ones. UserError where it is not answered."""
+    body = {
+        "model": target.model,
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "cache_salt": secrets.token_hex(8),
+    }
+    arrived: list[float] = []
+    began = time.monotonic()
+    try:
+        async with client.post(f"{target.base_url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    usage = json.loads(line[6:]).get("usage") or {}
+                    if usage.get("completion_tokens", 0) > len(arrived):
+                        arrived.append(time.monotonic())
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise UserError(
+            f"arm {target.name}: no answer to a prompt of {len(prompt)} tokens ({error}); see the engine's log"
+        ) from error
+    if len(arrived) < 2:
+        raise UserError(f"arm {target.name}: {len(arrived)} tokens instead of {tokens}; see the engine's log")
+    return arrived[0] - began, [after - before for before, after in pairwise(arrived)]
+
+
+def prompts(seed: int, count: int, tokens: int, vocab_size: int) -> list[list[int]]:
+    """Uniform random token ids."""
+    generator = np.random.Generator(np.random.PCG64([seed, 0x6C6F6E67]))  # apart from other streams
+    return [generator.integers(FIRST_TOKEN_ID, vocab_size, size=tokens).tolist() for _ in range(count)]
+
+
+async def lone(
+    targets: Sequence[Target],
+    asked: Sequence[Sequence[int]],
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, dict[str, list[float]]]:
+    """By arm: `ttft_s` of each prompt in an otherwise idle engine, `tpot_ms` its median time between tokens."""
+    found: dict[str, dict[str, list[float]]] = {
+        target.name: {"ttft_s": [], "tpot_ms": []} for target in targets
+    }
+    async with session() as client:
+        for index, prompt in enumerate(asked):
+            for target in reversed(targets) if index % 2 else targets:
+                progress(f"{target.name}: prompt {index + 1}/{len(asked)} of {len(prompt)} tokens alone")
+                ttft, gaps = await stream(client, target, prompt, LONE_TOKENS)
+                found[target.name]["ttft_s"].append(ttft)
+                found[target.name]["tpot_ms"].append(median(gaps) * 1e3)
+    return found
+
+
+async def together(target: Target, asked: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """All prompts at once: `ttft_s` of each, `tpot_ms` once all of them decode."""
+    async with session() as client:
+        answers = await asyncio.gather(*(stream(client, target, prompt, TOGETHER_TOKENS) for prompt in asked))
+    return {
+        "ttft_s": [ttft for ttft, _ in answers],
+        "tpot_ms": median(gap for _, gaps in answers for gap in gaps[-DECODE_TAIL:]) * 1e3,
+    }
+
+
+def paired_text(first: str, other: str, found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """`dcp2 - tp2 -0.020 s (-0.031 to -0.011)`: the same prompts' median difference, by order statistics."""
+    deltas = [b - a for a, b in zip(found[first]["ttft_s"], found[other]["ttft_s"], strict=True)]
+    interval = percentile_interval(deltas, 50)
+    ends = (
+        f"95 % {interval.low:+.4f} to {interval.high:+.4f}" if interval else f"n = {len(deltas)}, no interval"
+    )
+    return f"{other} - {first} {median(deltas):+.4f} s ({ends})"
+
+
+def session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=connector)

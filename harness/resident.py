@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair whose engines all run at once: for engines that take minutes to start and fit beside each other.
+
+    start        every arm at once; each proves what it is
+    parity       arms against each other; each alone against concurrently, beside long prefills
+    long         TTFT and time between tokens of lone long prompts, and of several contexts at once
+    sweep        cells alternate between the arms (A B B A); an idle engine beside them has nothing to do
+    residency    the first arm again with the others idle, then with the others stopped: what does idleness cost?
+
+An engine that dies is recorded, started again, and its cell measured again. An arm that does not start, or does not
+answer, is left out, and the others go on. Each command that goes on with a run (`resume`) is a session: its engines
+are another launch of each arm. What is in the run's folder: run_folder.py, and
+
+    long_context-<session>.json    what the long prompts took, each
+    residency-<session>.json       the same prompts beside idle engines and without them
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TextIO
+
+from harness import long_context, parity
+from harness.baseline import measure_baseline
+from harness.calibrate import brief, error_bar
+from harness.errors import UserError
+from harness.fleet import Fleet
+from harness.launches import kept_answers
+from harness.load import Target
+from harness.nvidia import gpu_facts
+from harness.pair import Options
+from harness.parity_collect import collect, continue_freely
+from harness.prepare import ask_reference, sha256_of
+from harness.resident_sweep import ResidentSweep, death_text
+from harness.run_folder import RunFolder
+from harness.serving import Serving
+from harness.steps import Steps
+from harness.store import RunStore, write_json
+from harness.trace import Trace
+
+IDLE_COST = 0.01
+"""What idle engines beside may add to a TTFT."""
+IDLE_PROMPTS = 3
+WARM_UP_SHARE = 6
+WARM_UP_TOKENS = 4
+STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class ResidentOptions:
+    """What a resident run is asked beyond a pair's options.
+
+    `repeats` of each cell. `lone_prompts` of `context_tokens` go to each arm alone, and `contexts` at once; 0 leaves
+    them out. `parity_tokens` are asked for in answer to each parity prompt, while prompts of `prefill_tokens` are
+    prefilled beside. `deadline_s`: on time.monotonic(), when to end. `kill` names the arm whose last rank gets
+    SIGKILL in the middle of its first cell. `despite_refusal` goes on timing arms that disagree, for a diagnosis.
+    """
+
+    serving: Serving
+    vocab_size: int
+    arrivals: str = "poisson"
+    repeats: int = 1
+    lone_prompts: int = 0
+    contexts: int = 0
+    context_tokens: int = 120_000
+    parity_tokens: int = parity.OUTPUT_TOKENS
+    prefill_tokens: int = 700
+    tolerance: parity.Tolerance = parity.EXACT
+    deadline_s: float | None = None
+    kill: str | None = None
+    despite_refusal: bool = False
+
+
+class ResidentRun:
+    """One session of a run. `store` is None until there is a folder to keep anything in."""
+
+    def __init__(self, options: Options, resident: ResidentOptions, stream: TextIO) -> None:
+        self.options, self.resident = options, resident
+        self.steps = Steps(stream)
+        self._stream = stream
+        self._folder: RunFolder | None = None
+        self._session = 0
+        self._left_out: dict[str, str] = {}
+        self._lone_s = 0.0
+        self._cells: ResidentSweep | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def store(self) -> RunStore | None:
+        return self._folder.store if self._folder else None
+
+    def interrupt(self) -> None:
+        """For a signal handler: ends the cell that runs and keeps it, or cancels whatever else is done."""
+        in_a_cell = self._cells is not None and self._cells.interrupt()
+        if not in_a_cell and self._task is not None:
+            self._task.cancel()
+
+    async def run(self) -> None:
+        """Raises UserError where the run cannot go on or an arm was left out, CancelledError when interrupted."""
+        self._task = asyncio.current_task()
+        try:
+            await self._measure()
+        finally:
+            if self._folder:
+                self._close()
+        if self._left_out:
+            raise UserError("; ".join(f"{arm} was left out: {why}" for arm, why in self._left_out.items()))
+
+    async def _measure(self) -> None:
+        options, resident, step = self.options, self.resident, self.steps.step
+        with step("trace"):
+            trace = options.trace(options.seed, resident.vocab_size, resident.arrivals)
+            self._folder = self._open(trace)
+        with Fleet(resident.serving, self._run, self.steps, self._session) as fleet:
+            with step("start"):
+                self._leave_out(fleet, await fleet.start(options.arms))
+            with step("warm-up"):
+                await self._warm_up(fleet, list(fleet.targets))
+            with step("parity"):
+                await self._parity(fleet)
+            if resident.lone_prompts or resident.contexts:
+                with step("long contexts"):
+                    await self._long_contexts(fleet)
+            if not self._run.manifest["frozen"]:
+                with step("baseline"):
+                    await self._baseline(fleet)
+            if "client_calibration" not in self._run.manifest:
+                with step("calibration"):
+                    self._run.manifest["client_calibration"] = await brief(trace)
+                    self.steps.say(f"  {error_bar(self._run.manifest['client_calibration'])}")
+            with step("sweep"):
+                await self._sweep(fleet, trace)
+            if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > self._idle_cost_s():
+                with step("residency"):
+                    await self._residency(fleet)
+
+    # The run's folder
+
+    @property
+    def _run(self) -> RunFolder:
+        assert self._folder is not None, "the run's folder is made before anything is kept in it"
+        return self._folder
+
+    def _open(self, trace: Trace) -> RunFolder:
+        options, resident = self.options, self.resident
+        model = resident.serving.model
+        folder = RunFolder.open(
+            options.out,
+            trace,
+            options.arms,
+            rates=options.rates if options.absolute_rates else (),
+            limits=options.limits,
+            repeats=resident.repeats,
+            shared_cores=not resident.serving.gpu,
+            facts={"checkpoint": {"path": str(model), "sha256": sha256_of(model)}, "resident": True},
+            resume=options.resume,
+        )
+        manifest = folder.manifest
+        manifest["repeats"] = max(manifest["repeats"], resident.repeats)
+        if options.absolute_rates:
+            manifest["rates"] = sorted({*manifest["rates"], *options.rates})
+        sessions = manifest.setdefault("sessions", [])
+        self._session = len(sessions)
+        sessions.append({"began_unix_s": time.time(), "gpus": gpu_facts()})
+        manifest.setdefault("deaths", [])
+        known = {arm["name"] for arm in manifest["arms"]}
+        if unknown := [arm.name for arm in options.arms if arm.name not in known]:
+            raise UserError(f"{options.out} was begun without {', '.join(unknown)}; choose another --out")
+        folder.save()
+        return folder
+
+    def _close(self) -> None:
+        run = self._run
+        run.manifest["sessions"][self._session] |= {"steps_s": self.steps.seconds, "gpus_at_end": gpu_facts()}
+        run.note(
+            "All arms' engines ran at once, one of them loaded at a time; what idle ones beside cost the first"
+            " arm stands in residency-<session>.json where it was measured."
+        )
+        if self._session == 0:
+            run.note(
+                "One launch of each engine: how much launches of the same arm differ was not measured in this run."
+            )
+        for arm, why in self._left_out.items():
+            run.note(f"{arm} was left out: {why.splitlines()[0]}")
+        for death in run.manifest["deaths"]:
+            run.note(death_text(death))
+        run.note_missing(self.options.arms)
+        run.note_what_bound(self.options.arms)
+        for text in run.manifest.get("findings", ()):
+            run.note(text)
+        run.save()
+
+    def _find(self, text: str) -> None:
+        """A finding: said now, and noted at the end of this session and of every later one."""
+        self._run.manifest.setdefault("findings", []).append(text)
+        self._run.save()
+        self.steps.say(f"  {text}")
+
+    def _leave_out(self, fleet: Fleet, failed: Mapping[str, UserError]) -> None:
+        """Goes on without arms that failed, if there is still a pair; raises the first one's error if not."""
+        for name, error in failed.items():
+            self.steps.say(f"  {name} is left out: {error}")
+            self._left_out[name] = str(error)
+            if name in fleet.engines:
+                fleet.stop([name])
+        if failed and (len(fleet.engines) < 2 or self.options.arms[0].name in failed):
+            raise next(iter(failed.values()))
+
+    # Time
+
+    def _left_s(self) -> float:
+        deadline = self.resident.deadline_s
+        return float("inf") if deadline is None else deadline - time.monotonic()
+
+    def _idle_cost_s(self) -> float:
+        """How long the comparison of idle engines beside and stopped ones will take, from what lone prompts took."""
+        took = self._lone_s if self.resident.lone_prompts else 0.0
+        return 2 * IDLE_PROMPTS * took + STOP_S
+
+    # Steps
+
+    async def _warm_up(self, fleet: Fleet, names: list[str]) -> None:
+        """Compiles kernels: no timed request is an engine's first."""
+        longest = self.resident.context_tokens // WARM_UP_SHARE
+        (prompt,) = long_context.prompts(self.options.seed + 1, 1, longest, self.resident.vocab_size)
+
+        async def ask(target: Target) -> None:
+            if target.name in names:
+                async with long_context.session() as session:
+                    await long_context.stream(session, target, prompt, WARM_UP_TOKENS)
+
+        _, failed = await fleet.ask_all(ask, "answering its first request")
+        self._leave_out(fleet, failed)
+
+    async def _parity(self, fleet: Fleet) -> None:
+        """UserError where the arms must not be timed."""
+        options, resident, run = self.options, self.resident, self._run
+        if options.resume and set(kept_answers(run.path, run.manifest)) >= set(fleet.targets):
+            self.steps.say("  passed in an earlier session")
+            return
+        prompts = parity.make_prompts(options.seed, resident.vocab_size, options.parity_lengths)
+        reference: parity.Answers | None = None
+        if resident.serving.gpu:
+            first = fleet.targets[options.arms[0].name]
+            continuations = await continue_freely(first, prompts, resident.parity_tokens)
+        else:
+            reference = await ask_reference(
+                options.program,
+                resident.serving.model,
+                prompts,
+                folder=run.folder("parity"),
+                log_path=run.folder("logs") / "reference.log",
+                progress=self.steps.progress,
+            )
+            continuations = {asked: tuple(p.token for p in answer) for asked, answer in reference.items()}
+
+        async def ask(target: Target) -> parity.ArmAnswers:
+            return await collect(
+                target,
+                prompts,
+                continuations,
+                resident.vocab_size,
+                self.steps.progress,
+                prefill_tokens=resident.prefill_tokens,
+            )
+
+        answers, failed = await fleet.ask_all(ask, "answering the parity prompts")
+        self._leave_out(fleet, failed)
+        refusal = run.judge(
+            prompts,
+            reference,
+            answers,
+            self.steps,
+            tolerance=resident.tolerance,
+            output_tokens=resident.parity_tokens,
+        )
+        arms = {arm.name: arm for arm in options.arms}
+        for name in list(fleet.targets):
+            try:
+                proofs = run.read_proofs(name)
+                arms[name].require_proof(proofs, used=True, gpu=resident.serving.gpu)
+            except UserError as error:
+                self._leave_out(fleet, {name: error})
+        if refusal and not resident.despite_refusal:
+            raise UserError(refusal)
+
+    async def _long_contexts(self, fleet: Fleet) -> None:
+        options, resident = self.options, self.resident
+        asked = long_context.prompts(
+            options.seed,
+            max(resident.lone_prompts, resident.contexts),
+            resident.context_tokens,
+            resident.vocab_size,
+        )
+        first, *others = list(fleet.targets)
+        found: dict[str, Any] = {"tokens": resident.context_tokens}
+        began = time.monotonic()
+        alone = await long_context.lone(
+            list(fleet.targets.values()), asked[: resident.lone_prompts], self.steps.progress
+        )
+        if resident.lone_prompts:
+            self._lone_s = (time.monotonic() - began) / (resident.lone_prompts * len(fleet.targets))
+            found["lone"] = alone
+            for name, times in alone.items():
+                self._find(
+                    f"{name}, lone prompts of {resident.context_tokens:,} tokens (n = {resident.lone_prompts},"
+                    f" session {self._session + 1}): P50 TTFT {median(times['ttft_s']):.4f} s,"
+                    f" {median(times['tpot_ms']):.2f} ms between tokens"
+                )
+            for other in others:
+                self._find(
+                    f"Lone prompts, TTFT (session {self._session + 1}): {long_context.paired_text(first, other, alone)}"
+                )
+        if resident.contexts:
+            found["together"] = {"contexts": resident.contexts, "arms": {}}
+            for name, target in fleet.targets.items():
+                self.steps.progress(f"{name}: {resident.contexts} contexts at once")
+                times = await long_context.together(target, asked[: resident.contexts])
+                found["together"]["arms"][name] = times
+                self._find(
+                    f"{name}, {resident.contexts} contexts of {resident.context_tokens:,} tokens at once"
+                    f" (session {self._session + 1}): {times['tpot_ms']:.2f} ms between tokens"
+                )
+                write_json(self._run.path / f"long_context-{self._session + 1}.json", found)
+        write_json(self._run.path / f"long_context-{self._session + 1}.json", found)
+
+    async def _baseline(self, fleet: Fleet) -> None:
+        """Limits and rates of the sweep are frozen in the manifest here, as asked for or from the first arm."""
+        options = self.options
+        name = options.arms[0].name
+        baseline = None
+        if not (options.absolute_rates and options.limits_s):
+            trace = options.trace(options.seed + 1, self.resident.vocab_size)
+            asking = measure_baseline(fleet.targets[name], trace)
+            baseline = await fleet.engines[name].guard(asking, "measuring its baseline")
+        self._run.freeze(baseline, name, options.rates, options.limits_s, options.absolute_rates)
+
+    async def _sweep(self, fleet: Fleet, trace: Trace) -> None:
+        async def warm_up(name: str) -> None:
+            await self._warm_up(fleet, [name])
+
+        self._cells = ResidentSweep(
+            fleet,
+            {arm.name: arm for arm in self.options.arms},
+            self._run,
+            self.steps,
+            self._stream,
+            session=self._session,
+            warm_up=warm_up,
+            kill=self.resident.kill,
+        )
+        try:
+            finished = await self._cells.measure(trace, lambda: self._left_s() - self._idle_cost_s())
+        finally:
+            self._left_out |= self._cells.left_out
+        if not finished:
+            self._find("Not every cell was measured: the time was up; go on with --resume.")
+
+    async def _residency(self, fleet: Fleet) -> None:
+        """The first arm's lone prompts beside idle engines, then with the others stopped, which they stay."""
+        resident = self.resident
+        first, *others = list(fleet.targets)
+        asked = long_context.prompts(
+            self.options.seed, IDLE_PROMPTS, resident.context_tokens, resident.vocab_size
+        )
+        target = fleet.targets[first]
+        beside = (await long_context.lone([target], asked, self.steps.progress))[first]
+        fleet.stop(others)
+        without = (await long_context.lone([target], asked, self.steps.progress))[first]
+        cost = median(beside["ttft_s"]) / median(without["ttft_s"]) - 1
+        write_json(
+            self._run.path / f"residency-{self._session + 1}.json",
+            {
+                "arm": first,
+                "idle_beside": others,
+                "tokens": resident.context_tokens,
+                "beside": beside,
+                "without": without,
+                "ttft_cost": cost,
+            },
+        )
+        verdict = "under" if cost < IDLE_COST else "NOT under"
+        self._find(
+            f"Idle engines beside ({', '.join(others)}) cost {first} {cost:+.2%} of the P50 TTFT of"
+            f" {IDLE_PROMPTS} lone prompts, {verdict} {IDLE_COST:.0%};"
+            f" of the time between tokens {median(beside['tpot_ms']) / median(without['tpot_ms']) - 1:+.2%}."
+        )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of a resident run: alternating between engines that all run, and going on when one of them dies.
+
+A death ends the cell that runs. What that cell had is set aside, the engine is started and warmed up again, and the
+cell is measured from its beginning; the manifest's `deaths` say what died of what, and how long its return took.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TextIO
+
+from harness.arms import Arm
+from harness.errors import UserError
+from harness.fleet import Fleet
+from harness.load import Progress
+from harness.progress import ProgressLine
+from harness.run_folder import RunFolder
+from harness.steps import Steps
+from harness.store import CellKey
+from harness.sweep import Plan, Position, measure
+from harness.trace import Trace
+
+MAX_RESTARTS = 2
+REQUEST_TIMEOUT_S = 600.0
+DRAIN_TIMEOUT_S = 180.0
+
+
+class ResidentSweep:
+    """`warm_up` prepares an engine that came back. `kill`: the arm whose last rank is to get SIGKILL, once, in the
+    middle of a cell."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        arms: Mapping[str, Arm],
+        folder: RunFolder,
+        steps: Steps,
+        stream: TextIO,
+        *,
+        session: int,
+        warm_up: Callable[[str], Awaitable[None]],
+        kill: str | None = None,
+    ) -> None:
+        self.left_out: dict[str, str] = {}
+        self._fleet, self._arms, self._run, self._steps, self._stream = fleet, arms, folder, steps, stream
+        self._session, self._warm_up, self._kill = session, warm_up, kill
+        self._killed = False
+        self._restarts: dict[str, int] = {}
+        self._interrupted = False
+        self._stop: asyncio.Event | None = None
+        self._at: CellKey | None = None
+
+    def interrupt(self) -> bool:
+        """Ends the cell that runs, which is kept; says whether there was one to end."""
+        if self._stop is None or self._interrupted:
+            return False
+        self._interrupted = True
+        self._stop.set()
+        return True
+
+    async def measure(self, trace: Trace, left_s: Callable[[], float]) -> bool:
+        """Every cell that is left, while there is time; False when that was up.
+
+        Raises UserError where an engine dies too often or refuses requests, CancelledError when interrupted.
+        """
+        while True:
+            began_unix_s = time.time()
+            error: UserError | None = None
+            finished = False
+            self._stop, self._at = asyncio.Event(), None
+            try:
+                with ProgressLine(self._stream) as line:
+                    finished = await self._measure_cells(trace, left_s(), line, self._stop)
+            except UserError as raised:
+                error = raised
+            finally:
+                self._stop = None
+            if self._interrupted:
+                raise asyncio.CancelledError
+            failing = self._failing(began_unix_s)
+            suspects = {key.arm for key in failing} | ({self._at.arm} if error and self._at else set())
+            dead = await self._fleet.dead(suspects)
+            if not dead:
+                if error:
+                    raise error
+                return finished
+            for key in failing:
+                self._run.mark_aborted(key)
+                self._run.set_aside(key)
+            for name in dead:
+                await self._replace(name, [str(key) for key in failing if key.arm == name])
+
+    async def _measure_cells(
+        self, trace: Trace, left_s: float, line: ProgressLine, stop: asyncio.Event
+    ) -> bool:
+        manifest, targets = self._run.manifest, self._fleet.targets
+
+        def show(position: Position, progress: Progress) -> None:
+            self._at = position.key
+            line(position, progress)
+            self._kill_in_the_middle(position.key, progress)
+
+        plan = Plan(
+            tuple(manifest["rates"]),
+            repeats=manifest["repeats"],
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
+            budget_s=left_s,
+        )
+        async with self._fleet.watched(stop):
+            return await measure(
+                self._run.store,
+                list(targets.values()),
+                trace,
+                plan,
+                engines={name: self._run.engine_facts(name) for name in targets},
+                launch=self._session,
+                on_progress=show,
+                stop=stop,
+                warmed=list(targets),
+            )
+
+    def _failing(self, since_unix_s: float) -> list[CellKey]:
+        """Cells since then that were cut short or have failed requests, of arms that run."""
+        return [
+            cell.key
+            for cell in self._run.store.cells()
+            if cell.key.arm in self._fleet.engines
+            and cell.facts["started_unix_s"] >= since_unix_s
+            and (cell.facts["aborted"] or any(record.status != "ok" for record in cell.records))
+        ]
+
+    async def _replace(self, name: str, cells: list[str]) -> None:
+        """Records a death and starts the arm's engine again; an arm that does not come back is left out."""
+        death = self._fleet.engines[name].death("measuring" + (f" {', '.join(cells)}" if cells else ""))
+        self._steps.say(f"  {death}")
+        restarts = self._restarts[name] = self._restarts.get(name, 0) + 1
+        if restarts > MAX_RESTARTS:
+            raise death
+        record: dict[str, Any] = {
+            "arm": name,
+            "unix_s": time.time(),
+            "session": self._session + 1,
+            "cells": cells,
+            "cause": str(death).partition(";")[0],
+            "rehearsed": self._killed and name == self._kill and restarts == 1,
+            "restart_s": None,
+        }
+        self._run.manifest["deaths"].append(record)
+        self._run.save()
+        self._fleet.stop([name])
+        began = time.monotonic()
+        with self._steps.step(f"{name} restart {restarts}"):
+            if failed := await self._fleet.start([self._arms[name]]):
+                if len(self._fleet.engines) < 2:
+                    raise failed[name]
+                self.left_out[name] = str(failed[name])
+                return
+            await self._warm_up(name)
+        record["restart_s"] = round(time.monotonic() - began, 1)
+        self._run.save()
+
+    def _kill_in_the_middle(self, key: CellKey, progress: Progress) -> None:
+        """The rehearsal of a death that was asked for, when half of a cell's requests are sent."""
+        in_the_middle = 2 * progress.sent >= progress.total and progress.done < progress.total
+        if key.arm == self._kill and in_the_middle and not self._killed:
+            self._killed = True
+            pid = self._fleet.kill_worker(key.arm)
+            self._steps.say(f"  SIGKILL for the last rank of {key.arm} (process {pid}), as asked")
+
+
+def death_text(death: Mapping[str, Any]) -> str:
+    """A death and what followed, in one sentence for the report."""
+    again = (
+        "it did not come back"
+        if death["restart_s"] is None
+        else f"it was started again in {death['restart_s']:g} s"
+    )
+    cells = f", and {', '.join(death['cells'])} measured again" if death["cells"] else ""
+    how = " (SIGKILL for one rank, a rehearsal)" if death["rehearsed"] else ""
+    return f"Session {death['session']}: {death['cause']}{how}; {again}{cells}."

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All arms' engines at once, against the fake engine: deaths, resumption, arms that fail, what is kept of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+from harness.long_context import paired_text
+from harness.store import RunStore
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+SMALL = (
+    "--requests 4 --cohort-size 2 --output-tokens 8 --parity-lengths 40,127 --scale 0.01 --absolute-rates"
+    " --sla 15,25 --rates 6,12"
+)
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    places = ["--out", str(out), "--cache", str(out.parent / "cache")]
+    return ["bench", *SMALL.split(), "--engine-command", f"{sys.executable} {FAKE}", *places, *more]
+
+
+def on_gpus(out: Path, *more: str) -> list[str]:
+    return arguments(out, "--gpu", "--profile", "slice-h200-2", "--arms", "tp2,dcp2,dcp2-stock", *more)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def measured(out: Path) -> list[tuple[str, float, int, int]]:
+    """(arm, rate, repeat, launch) of each cell, in the order of measurement."""
+    cells = sorted(RunStore.open(out).cells(), key=lambda cell: cell.facts["started_unix_s"])
+    return [(c.key.arm, c.key.offered_qps, c.key.repeat, c.facts["launch"]) for c in cells]
+
+
+def test_killed_restarted_and_resumed_as_another_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    long = ["--lone-prompts", "1", "--contexts", "2"]
+    assert main(on_gpus(out, *long, "--kill", "dcp2")) == 0
+    manifest = read(out / "manifest.json")
+    (death,) = manifest["deaths"]
+    assert death["arm"] == "dcp2" and death["rehearsed"] and death["cells"] == ["dcp2_q6_r0"]
+    assert "killed by SIGKILL" in death["cause"] and death["restart_s"] > 0
+    aborted = read(out / "aborted" / "dcp2_q6_r0-1.json")
+    assert aborted["aborted"]
+    first = measured(out)
+    assert {cell[3] for cell in first} == {0} and len(first) == 6
+    assert [arm for arm, rate, *_ in first if rate == 12] == ["dcp2-stock", "dcp2", "tp2"]
+    assert [arm["kv_tokens"] for arm in manifest["arms"]] == [1_048_576, 2_097_152, 2_097_152]
+    assert all(arm["kv_bytes"] == 1 << 30 for arm in manifest["arms"])
+    assert set(read(out / "long_context-1.json")["lone"]) == {"tp2", "dcp2", "dcp2-stock"}
+    assert len(read(out / "long_context-1.json")["together"]["arms"]["dcp2"]["ttft_s"]) == 2
+    assert read(out / "residency-1.json")["idle_beside"] == ["dcp2", "dcp2-stock"]
+    notes = " ".join(manifest["notes"])
+    assert "a rehearsal); it was started again in" in notes and "Idle engines beside" in notes
+    pairs = [pair["pair"] for pair in manifest["parity"]["pairs"]]
+    assert manifest["parity"]["ok"] and pairs[-2:] == ["tp2 vs dcp2", "tp2 vs dcp2-stock"] and len(pairs) == 5
+
+    assert main(on_gpus(out, "--repeats", "2", "--resume")) == 0
+    assert "passed in an earlier session" in capsys.readouterr().err
+    again = measured(out)
+    assert again[:6] == first and {cell[2:] for cell in again[6:]} == {(1, 1)} and len(again) == 12
+    floors = read(out / "summary.json")["noise_floor"]
+    assert {floor["arm"] for floor in floors} == {"tp2", "dcp2", "dcp2-stock"}
+    assert len(read(out / "manifest.json")["sessions"]) == 2
+
+
+def test_budget_ends_the_sweep_and_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(arguments(out, "--resident", "--budget", "0.002")) == 0
+    assert measured(out) == []
+    assert "Not every cell was measured" in capsys.readouterr().out
+    assert main(arguments(out, "--resident", "--resume")) == 0
+    assert len(measured(out)) == 4 and "tp2 vs reference" in str(read(out / "parity.json")["pairs"])
+
+
+def test_arm_that_does_not_prove_itself_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer paths never ran: the other two are compared, and the command fails at the end."""
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"unused_path": "peer_decode_merge"}))
+    out = tmp_path / "run"
+    assert main(on_gpus(out)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: dcp2 was left out: arm dcp2 is not what its name says: peer_decode_merge")
+    assert {arm for arm, *_ in measured(out)} == {"tp2", "dcp2-stock"}
+    assert any(note.startswith("dcp2 was left out") for note in read(out / "manifest.json")["notes"])
+
+
+@pytest.mark.parametrize("despite", [False, True])
+def test_arms_that_disagree(
+    despite: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a reference the arms are each other's: an arm that differs refuses the pair."""
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"wrong_topology": "dcp2", "wrong_by": 0.5}))
+    out = tmp_path / "run"
+    assert main(on_gpus(out, *(["--despite-refusal"] if despite else []))) == (0 if despite else 2)
+    shown = capsys.readouterr()
+    assert "|Δlogprob| 0.5 > 0.25 (tp2 vs dcp2)" in (shown.out if despite else shown.err)
+    assert len(measured(out)) == (6 if despite else 0)
+    assert "fixed-cohort P50 TTFT |" not in shown.out.partition("## Cells")[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--resident", "--arms", "tp2,dcp2-stock"], "arm dcp2-stock needs GPUs"),
+        (["--resident", "--image", "x"], "--resident starts processes; leave --image out"),
+        (["--resident", "--kill", "dcp4"], "--kill dcp4 is none of the arms tp2,dcp2"),
+        (["--resident", "--parity-lengths", "40,no"], "'40,no' is not a list of counts"),
+    ],
+)
+def test_wrong_words(more: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path / "run", *more)) == 2
+    assert f"error: {error}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_paired_text_needs_six_pairs_for_an_interval() -> None:
+    times = {"a": {"ttft_s": [1.0, 2.0, 3.0]}, "b": {"ttft_s": [0.9, 1.8, 2.9]}}
+    assert paired_text("a", "b", times) == "b - a -0.1000 s (n = 3, no interval)"
+    times = {"a": {"ttft_s": [1.0] * 6}, "b": {"ttft_s": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}}
+    assert paired_text("a", "b", times) == "b - a +0.3500 s (95 % +0.1000 to +0.6000)"
