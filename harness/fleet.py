@@ -50,7 +50,8 @@ class Fleet:
         ports = _distinct_ports(len(arms))
         starting = [self._start_one(arm, port) for arm, port in zip(arms, ports, strict=True)]
         _, failed = _sorted_out([arm.name for arm in arms], await gather_all(starting))
-        self.folder.require_equal_bytes()
+        if not self.serving.gpu:
+            self.folder.require_equal_bytes()
         return failed
 
     async def _start_one(self, arm: Arm, port: int) -> None:
@@ -73,8 +74,11 @@ class Fleet:
         )
         try:
             folder.record_engine(arm, engine, argv, engine.proofs, log)
-            if serving.gpu:  # there the engine core knows, not its workers
-                folder.arm(arm.name)["kv_tokens"] = kv_tokens_of(engine.log_path)
+            if (
+                serving.gpu
+            ):  # the engine core knows, not its workers; whole blocks of the bytes that all are given
+                capacity = {"kv_tokens": kv_tokens_of(engine.log_path), "kv_bytes": serving.kv_bytes}
+                folder.arm(arm.name).update(capacity)
                 folder.save()
             arm.require_proof(engine.proofs, gpu=serving.gpu)
             model = await engine.guard(ask_model(engine.url, None), "starting")
