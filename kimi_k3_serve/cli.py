@@ -14,6 +14,7 @@ from kimi_k3_serve import __version__, fit, image_lock, launch, models
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.guard import MIDDLEWARE
 from kimi_k3_serve.profile import load
+from kimi_k3_serve.projection import shard
 from kimi_k3_serve.topology import Topology
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -173,6 +174,9 @@ def explain(args: argparse.Namespace) -> None:
         print(
             f"# weights {needed:.1f} GB of {room:.1f} GB a GPU; {room - needed:.1f} GB are left for the KV cache"
         )
+    if profile.machine and not profile.layers and launched.environment.get(shard.SWITCH) == "1":
+        saved = shard.saved_gib(Topology.parse(args.topology).tp)
+        print(f"# latent projections in column shards: {saved:.3f} GiB a GPU less than replicated")
     for name, value in launched.environment.items():
         print(f"{name}={shlex.quote(value)}")
     if args.api_key_file:

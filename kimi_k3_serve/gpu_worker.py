@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from kimi_k3_serve.inspection import Features, Proven, owned, published, verdict
+from kimi_k3_serve.projection.gather import inspect as projections
 
 
 class ProvenGPUWorker(Proven, Worker):
@@ -23,6 +24,7 @@ class ProvenGPUWorker(Proven, Worker):
             "mla_layers": verdict(bool(layers), f"{len(layers)} MLA layers"),
             "owned_decode_collectives": owned(layers),
             "prefill_context_gather": published(dcp_world_size),
+            "sharded_projections": projections(layers),
             "chunked_prefill": verdict(
                 config.scheduler_config.enable_chunked_prefill, f"{budget} tokens a step"
             ),

@@ -92,6 +92,22 @@ class LatentGather:
         return restore(gathered.view(self.group.world_size, *local.shape), self.local)
 
 
+def inspect(layers: Sequence[Any]) -> dict[str, Any]:
+    """Whether these MLA layers hold column shards, and how they gather: {"active", "reason"}, for a worker's proof."""
+    projections = [
+        getattr(layer, "fused_qkv_a_g_proj", None) or getattr(layer, "fused_qkv_a_proj", None)
+        for layer in layers
+    ]
+    gathers = [gather for one in projections if (gather := getattr(one, "latents", None)) is not None]
+    sharded = [gather for gather in gathers if gather.group.world_size > 1]
+    if not sharded:
+        return {"active": False, "reason": "every rank holds the whole latent projections"}
+    choice, world_size = sharded[0].choice, sharded[0].group.world_size
+    how = f"over {choice.name} ({choice.reason})"
+    reason = f"{len(sharded)} of {len(layers)} MLA layers over {world_size} ranks, gathered {how}"
+    return {"active": len(sharded) == len(layers), "reason": reason}
+
+
 class PairedGather:
     """Local rows of two projections -> their whole rows behind one rendezvous, bit by bit.
 

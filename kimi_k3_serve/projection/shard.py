@@ -6,12 +6,16 @@ Kimi-K3. Each of W ranks holds 1/W of every part, so its local row is [q_a / W |
 reads q_a of rank 0, kv_a of rank 0, q_a of rank 1, ...: `restore` puts all of q_a first, then all of kv_a.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from kimi_k3_serve.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 SWITCH = "VLLM_KIMI_SHARD_QKV_A"
 GIB = 2**30
