@@ -81,13 +81,15 @@ HEALTHCHECK --interval=5s --timeout=60s --start-period=15m --retries=3 CMD ["kim
 
 # Triton compiles its launchers with a C compiler; FlashInfer and TileLang compile kernels with g++, ninja and the
 # nvcc of the locked wheels. Nothing else of a toolchain is in the image. The driver comes from the host.
-FROM runtime AS serve
+FROM runtime AS serve-system
 USER 0:0
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev libnuma1 libibverbs1 && \
     rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 ENV CUDA_HOME=/opt/kimi-k3/lib/python3.11/site-packages/nvidia/cu13 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM serve-system AS serve
 COPY --from=install /opt/kimi-k3 /opt/kimi-k3
 STOPSIGNAL SIGTERM
 EXPOSE 8000

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kimi_k3_serve import launch
+from kimi_k3_serve import image_lock, launch
 from kimi_k3_serve.cli import parser, planned
 from kimi_k3_serve.profile import load
 from kimi_k3_serve.topology import Topology
@@ -174,3 +174,11 @@ def test_workflows_pin_actions_by_commit_and_may_only_read() -> None:
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{'0' * 40}")), step
         for command in (step["run"].split()[-1] for step in steps if ".ci/" in step.get("run", "")):
             assert (COMPOSE.parent / command).is_file()
+
+
+@pytest.mark.parametrize("target", ["serve", "serve-sm120"])
+def test_the_gpu_images_hold_one_cuda(target: str) -> None:
+    """The compiler, its headers and the runtime; CCCL refuses to compile otherwise."""
+    locked = image_lock.pins(image_lock.folder() / f"{target}.txt")
+    parts = ("nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl", "nvidia-nvvm")
+    assert {locked[name][0].rpartition(".")[0] for name in parts} == {"13.0"}
