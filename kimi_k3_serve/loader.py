@@ -21,10 +21,12 @@ def fill(model: Any, config: Any) -> None:
         UnknownParameterError: naming the first parameters that stayed empty.
         ValueError: an unknown architecture.
     """
-    from kimi_k3_serve.weights import tensors, values
+    from kimi_k3_serve.weights import routed_experts, tensors, values
 
-    device = next(model.parameters()).device
-    loaded = model.load_weights((name, values(name, shape, device)) for name, shape in tensors(config))
+    device, experts = next(model.parameters()).device, routed_experts(config)
+    loaded = model.load_weights(
+        (name, values(name, shape, device, experts=experts)) for name, shape in tensors(config)
+    )
     empty = sorted({name for name, _ in model.named_parameters()} - set(loaded))
     if empty:
         raise UnknownParameterError(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A float32 run of an all-MLA Kimi-Linear slice with the weights of `weights.py`: what vLLM's answers are held against.
+"""A float32 run of a Kimi-Linear slice with the weights of `weights.py`: what vLLM's answers are held against.
 
     python -m kimi_k3_serve.slice_reference --model SLICE_FOLDER --prompts FILE --out FILE [--device cuda]
 
 Files as those of `kimi-k3 reference`. Written from the model's definition, without vLLM: plain attention over
-per-head keys and values, no absorption, no sharding, no cache of latents. Weights are rounded to the model's dtype
-first, as vLLM holds them. KDA layers, attention residuals and SiTU are not in it; it refuses a configuration that
-has them.
+per-head keys and values, no absorption, no sharding, no cache of latents; KDA layers are in `slice_kda.py`. Weights
+are rounded to the model's dtype first, as vLLM holds them. Attention residuals and SiTU are not in it; it refuses a
+configuration that has them.
 """
 
 import argparse
@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from kimi_k3_serve.weights import tensors, values
+from kimi_k3_serve import slice_kda
+from kimi_k3_serve.weights import routed_experts, tensors, values
 
 QUERIES = 512  # attended at a time: 96 heads x 512 x 8,192 keys are 1.6 GB of scores
+FLOAT32 = ("e_score_correction_bias", "dt_bias", "A_log", "conv1d.weight")  # whatever the model's dtype
 
 Cache = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By layer: keys and values of an MLA layer, the last inputs of the convolutions and the state of a KDA layer."""
 
 
 class SliceReference:
@@ -31,10 +34,8 @@ class SliceReference:
 
     def __init__(self, config: Any, device: torch.device | str = "cpu") -> None:
         """Raises ValueError: the configuration has a part that this reference does not."""
-        linear_layers = (config.linear_attn_config or {}).get("kda_layers") or []
         for found, part in [
             (config.model_type != "kimi_linear", f"model_type {config.model_type!r}"),
-            (bool(linear_layers), "KDA layers"),
             (config.attn_res_block_size is not None, "attention residuals"),
             (config.hidden_act != "silu", f"activation {config.hidden_act!r}"),
             (config.q_lora_rank is None, "queries without q-LoRA"),
@@ -45,10 +46,10 @@ class SliceReference:
                 raise ValueError(f"the reference has no {part}")
         self.config, self.device = config, torch.device(device)
         self.weights: dict[str, torch.Tensor] = {}
+        experts = routed_experts(config)
         for name, shape in tensors(config):
-            tensor = values(name, shape, device)
-            kept_float32 = name.endswith("e_score_correction_bias")
-            self.weights[name] = tensor if kept_float32 else tensor.to(config.dtype).float()
+            tensor = values(name, shape, device, experts=experts)
+            self.weights[name] = tensor if name.endswith(FLOAT32) else tensor.to(config.dtype).float()
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], cache: Cache) -> torch.Tensor:
@@ -57,9 +58,8 @@ class SliceReference:
         x = weights["model.embed_tokens.weight"][torch.tensor(tokens, device=self.device)]
         for index in range(self.config.num_hidden_layers):
             prefix = f"model.layers.{index}"
-            x = x + self.attention(
-                f"{prefix}.self_attn", self.norm(x, f"{prefix}.input_layernorm"), cache, index
-            )
+            attend = self.kda if self.config.is_kda_layer(index) else self.attention
+            x = x + attend(f"{prefix}.self_attn", self.norm(x, f"{prefix}.input_layernorm"), cache, index)
             normed = self.norm(x, f"{prefix}.post_attention_layernorm")
             routed = f"{prefix}.block_sparse_moe.gate.weight" in weights
             x = x + (
@@ -91,19 +91,25 @@ class SliceReference:
             key, value = torch.cat([cache[index][0], key]), torch.cat([cache[index][1], value])
         cache[index] = key, value
 
-        past = len(key) - count
+        output = self.attend(query, key, value, len(key) - count).flatten(1)
+        if c.mla_use_output_gate:
+            output = output * self.project(f"{prefix}.g_proj", x).sigmoid()
+        return self.project(f"{prefix}.o_proj", output)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: int) -> torch.Tensor:
+        """[T, H, D] of T queries behind `past` tokens over keys and values of all `past` + T of them."""
         positions = torch.arange(len(key), device=self.device)
         outputs = []
-        for start in range(0, count, QUERIES):
+        for start in range(0, len(query), QUERIES):
             part = query[start : start + QUERIES]
             scores = torch.einsum("qhd,khd->hqk", part, key) * query.shape[-1] ** -0.5
             last = past + start + torch.arange(len(part), device=self.device)
             scores.masked_fill_(positions > last.unsqueeze(1), -torch.inf)
             outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
-        output = torch.cat(outputs).flatten(1)
-        if c.mla_use_output_gate:
-            output = output * self.project(f"{prefix}.g_proj", x).sigmoid()
-        return self.project(f"{prefix}.o_proj", output)
+        return torch.cat(outputs)
+
+    def kda(self, prefix: str, x: torch.Tensor, cache: Cache, index: int) -> torch.Tensor:
+        return slice_kda.attend(self, prefix, x, cache, index)
 
     def mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         inner = silu(self.project(f"{prefix}.gate_proj", x)) * self.project(f"{prefix}.up_proj", x)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kimi_k3_serve import loader
-from kimi_k3_serve.checkpoint import CONFIG, GAINS, shapes
-from kimi_k3_serve.weights import CHUNK, tensors, uniform, values
+from kimi_k3_serve.checkpoint import CONFIG, shapes
+from kimi_k3_serve.weights import CHUNK, GAINS, kda, routed_experts, tensors, uniform, values
 
 MOE = {**CONFIG, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4}
 
@@ -85,12 +85,46 @@ def test_kimis_tensors_cover_every_kind_of_layer() -> None:
     named = dict(tensors(config))
     assert named["model.layers.0.self_attn.A_log"] == (4,)
     assert named["model.layers.0.self_attn.k_conv1d.weight"] == (32, 1, 4)
+    assert named["model.layers.0.self_attn.g_b_proj.weight"] == (32, 8)
+    assert "model.layers.0.self_attn.g_proj.weight" not in named
     assert named["model.layers.0.mlp.gate_proj.weight"] == (11008, 32)
     assert "model.layers.3.self_attn.A_log" not in named
     assert named["model.layers.3.self_attn.g_proj.weight"] == (32, 32)
     assert named["model.layers.3.block_sparse_moe.experts.2.w2.weight"] == (16, 24)
     assert named["model.layers.3.mlp_res_proj.weight"] == (1, 32)
     assert named["model.output_attn_res_proj.weight"] == (1, 32)
+
+
+def test_a_full_rank_gate_of_kda_is_one_matrix() -> None:
+    linear = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+    named = dict(kda(SimpleNamespace(hidden_size=32, linear_attn_config=linear)))
+    assert named["self_attn.g_proj.weight"] == (32, 32)
+    assert not any("g_a_proj" in name or "g_b_proj" in name for name in named)
+
+
+def test_the_router_reads_columns_that_only_the_embedding_writes() -> None:
+    """So a token's experts follow from the token alone, in each layer others, all chosen about equally often."""
+    experts, hidden, vocabulary, top_k = 8, 64, 512, 2
+    assert routed_experts(SimpleNamespace(model_type="kimi_linear", num_experts=experts)) == experts
+    embedding = values("model.embed_tokens.weight", (vocabulary, hidden), experts=experts)
+    levels = embedding[:, :experts].sort(-1).values
+    torch.testing.assert_close(levels, levels[:1].expand_as(levels))
+    assert levels.diff().min() == pytest.approx(2 * math.sqrt(3) / (experts - 1), rel=1e-4)
+    for writer in ("self_attn.o_proj", "mlp.down_proj", "block_sparse_moe.routed_expert_up_proj"):
+        written = values(f"model.layers.0.{writer}.weight", (hidden, 32), experts=experts)
+        assert written[:experts].eq(0).all() and written[experts:].ne(0).float().mean() > 0.99
+    routers = [
+        values(f"model.layers.{layer}.block_sparse_moe.gate.weight", (experts, hidden), experts=experts)
+        for layer in range(4)
+    ]
+    # Whatever the other columns hold, and however the row is scaled.
+    rows = torch.cat([embedding[:, :experts], 7 * torch.randn(vocabulary, hidden - experts)], -1)
+    for router in routers:
+        chosen = (0.31 * rows @ router.T).topk(top_k, -1).indices
+        assert torch.equal(chosen, (embedding @ router.T).topk(top_k, -1).indices)
+        shares = chosen.flatten().bincount(minlength=experts) / chosen.numel()
+        assert (shares - 1 / experts).abs().max() < 0.05
+    assert len({tuple((embedding[0] @ router.T).topk(top_k).indices.tolist()) for router in routers}) > 1
 
 
 def test_another_architecture_is_refused_by_name() -> None:

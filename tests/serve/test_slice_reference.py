@@ -35,13 +35,25 @@ CONFIG = {
 }
 
 
+KDA = {
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "num_heads": 3,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+    }
+}
+
+
 def model(folder: Path, **changes: object) -> SliceReference:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     return SliceReference(read_config(folder))
 
 
-def test_one_token_at_a_time_equals_all_at_once(tmp_path: Path) -> None:
-    reference = model(tmp_path)
+@pytest.mark.parametrize("changes", [{}, KDA])
+def test_one_token_at_a_time_equals_all_at_once(tmp_path: Path, changes: dict[str, object]) -> None:
+    reference = model(tmp_path, **changes)
     tokens = [5, 9, 77, 3, 100, 41]
     cache: Cache = {}
     stepwise = [reference.logits([token], cache) for token in tokens]
@@ -51,8 +63,9 @@ def test_one_token_at_a_time_equals_all_at_once(tmp_path: Path) -> None:
         )
 
 
-def test_every_earlier_token_matters(tmp_path: Path) -> None:
-    reference = model(tmp_path)
+@pytest.mark.parametrize("changes", [{}, KDA])
+def test_every_earlier_token_matters(tmp_path: Path, changes: dict[str, object]) -> None:
+    reference = model(tmp_path, **changes)
     tokens = [5, 9, 77, 3, 100, 41]
     whole = reference.logits(tokens, {})
     for position in range(len(tokens)):
@@ -117,7 +130,6 @@ def test_greedy_has_the_form_of_the_other_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}, "KDA"),
         ({"attn_res_block_size": 12}, "attention residuals"),
         ({"hidden_act": "situ"}, "situ"),
         ({"mla_use_nope": False}, "RoPE"),
