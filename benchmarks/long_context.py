@@ -34,7 +34,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": args.tokens, "lone": alone, "contexts": args.contexts, "together": {}}
     for target in targets:
         if args.contexts:
-            found["together"][target.name] = await together(target, asked[: args.contexts])
+            found["together"][target.name] = await together(target, asked[: args.contexts], args.chunk_tokens)
         times = {"1": median(alone[target.name]["tpot_ms"])}
         if args.contexts:
             times[str(args.contexts)] = found["together"][target.name]["tpot_ms"]
@@ -53,6 +53,9 @@ def main() -> None:
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--tokens", type=int, default=120_000, help="of each prompt")
     parser.add_argument("--contexts", type=int, default=8, help="at once; 0 leaves them out")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=8192, help="the servers' --max-num-batched-tokens"
+    )
     parser.add_argument("--repeats", type=int, default=4, help="lone prompts, at least 1")
     parser.add_argument("--vocab-size", type=int, default=160_000)
     parser.add_argument("--seed", type=int, default=1)

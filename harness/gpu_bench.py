@@ -41,6 +41,7 @@ PROFILES = {  # (part of the GPU's name, how many) -> profile, arms
 }
 GIB = 1 << 30
 READY_TIMEOUT_S = 1800.0
+ANSWER_ROOM = 512  # tokens of an answer to a parity prompt or a long one
 START_SHARE = 0.6  # of a --budget: a start that takes longer leaves no time to measure
 
 
@@ -200,7 +201,7 @@ def resident_plan(
         cache=arguments.cache,
         resume=arguments.resume,
     )
-    others = (length + 64 for length in (*options.parity_lengths, arguments.context_tokens or 0))
+    others = (length + ANSWER_ROOM for length in (*options.parity_lengths, arguments.context_tokens or 0))
     serving = on_gpus(
         options.program,
         profile,

@@ -7,9 +7,11 @@ so that a prompt's times in two arms pair.
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -23,16 +25,30 @@ from harness.stats import percentile_interval
 from harness.trace import FIRST_TOKEN_ID
 
 LONE_TOKENS = 33
-TOGETHER_TOKENS = 64
-DECODE_TAIL = 24
-"""The last tokens of each of several contexts: by then every prefill is done."""
+TOGETHER_TOKENS = 32
+"""That all contexts decode together, at least."""
 TIMEOUT_S = 900.0
 
 
-async def stream(
-    client: aiohttp.ClientSession, target: Target, prompt: Sequence[int], tokens: int
-) -> tuple[float, list[float]]:
-    """Seconds from sending to the first token, and between the following ones. UserError where it is not answered."""
+@dataclass(frozen=True)
+class Answer:
+    """When it was sent and when each token came, on time.monotonic()."""
+
+    sent_s: float
+    token_s: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.sent_s
+
+    def gaps_s(self, since_s: float = 0.0, until_s: float = math.inf) -> list[float]:
+        """Between tokens that both came in the window."""
+        inside = [at_s for at_s in self.token_s if since_s <= at_s <= until_s]
+        return [after - before for before, after in pairwise(inside)]
+
+
+async def stream(client: aiohttp.ClientSession, target: Target, prompt: Sequence[int], tokens: int) -> Answer:
+    """A streamed answer of `tokens` tokens. Raises UserError where it does not come."""
     body = {
         "model": target.model,
         "prompt": list(prompt),
@@ -59,7 +75,7 @@ async def stream(
         ) from error
     if len(arrived) < 2:
         raise UserError(f"arm {target.name}: {len(arrived)} tokens instead of {tokens}; see the engine's log")
-    return arrived[0] - began, [after - before for before, after in pairwise(arrived)]
+    return Answer(began, tuple(arrived))
 
 
 def prompts(seed: int, count: int, tokens: int, vocab_size: int) -> list[list[int]]:
@@ -81,20 +97,32 @@ async def lone(
         for index, prompt in enumerate(asked):
             for target in reversed(targets) if index % 2 else targets:
                 progress(f"{target.name}: prompt {index + 1}/{len(asked)} of {len(prompt)} tokens alone")
-                ttft, gaps = await stream(client, target, prompt, LONE_TOKENS)
-                found[target.name]["ttft_s"].append(ttft)
-                found[target.name]["tpot_ms"].append(median(gaps) * 1e3)
+                answer = await stream(client, target, prompt, LONE_TOKENS)
+                found[target.name]["ttft_s"].append(answer.ttft_s)
+                found[target.name]["tpot_ms"].append(median(answer.gaps_s()) * 1e3)
     return found
 
 
-async def together(target: Target, asked: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """All prompts at once: `ttft_s` of each, `tpot_ms` once all of them decode."""
+async def together(target: Target, asked: Sequence[Sequence[int]], chunk_tokens: int) -> dict[str, Any]:
+    """All prompts at once: `ttft_s` of each, and `tpot_ms` while all of them decode, None if they never all do.
+
+    Prompts are prefilled one after the other in chunks of `chunk_tokens`, and with each chunk the contexts before it
+    decode a token: answers are long enough for the first to go on when the last has begun.
+    """
+    steps = sum(math.ceil(len(prompt) / chunk_tokens) for prompt in asked[1:])
     async with session() as client:
-        answers = await asyncio.gather(*(stream(client, target, prompt, TOGETHER_TOKENS) for prompt in asked))
-    return {
-        "ttft_s": [ttft for ttft, _ in answers],
-        "tpot_ms": median(gap for _, gaps in answers for gap in gaps[-DECODE_TAIL:]) * 1e3,
-    }
+        answers = await asyncio.gather(
+            *(stream(client, target, prompt, steps + TOGETHER_TOKENS) for prompt in asked)
+        )
+    return {"ttft_s": [answer.ttft_s for answer in answers], **while_all_decode(answers)}
+
+
+def while_all_decode(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Median time between tokens from the last answer's first token to the end of the first that ends."""
+    since_s = max(answer.token_s[0] for answer in answers)
+    until_s = min(answer.token_s[-1] for answer in answers)
+    gaps = [gap for answer in answers for gap in answer.gaps_s(since_s, until_s)]
+    return {"tpot_ms": median(gaps) * 1e3 if gaps else None, "gaps": len(gaps)}
 
 
 def paired_text(first: str, other: str, found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

@@ -317,11 +317,18 @@ class ResidentRun:
             found["together"] = {"contexts": resident.contexts, "arms": {}}
             for name, target in fleet.targets.items():
                 self.steps.progress(f"{name}: {resident.contexts} contexts at once")
-                times = await long_context.together(target, asked[: resident.contexts])
+                times = await long_context.together(
+                    target, asked[: resident.contexts], resident.serving.chunk_tokens
+                )
                 found["together"]["arms"][name] = times
+                between = (
+                    "never all decoding"
+                    if times["tpot_ms"] is None
+                    else f"{times['tpot_ms']:.2f} ms between tokens"
+                )
                 self._find(
                     f"{name}, {resident.contexts} contexts of {resident.context_tokens:,} tokens at once"
-                    f" (session {self._session + 1}): {times['tpot_ms']:.2f} ms between tokens"
+                    f" (session {self._session + 1}): {between}"
                 )
                 write_json(self._run.path / f"long_context-{self._session + 1}.json", found)
         write_json(self._run.path / f"long_context-{self._session + 1}.json", found)

@@ -13,10 +13,11 @@ from harness.arms import Arm
 HOST = "127.0.0.1"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 """CUDA graphs of decode steps without torch.compile, which would take minutes of a start."""
+GPU_CHUNK, CPU_CHUNK = 8192, 512
 GPU_FLAGS = {
     "worker-cls": "kimi_k3_serve.gpu_worker.ProvenGPUWorker",
     "dtype": "bfloat16",
-    "max-num-batched-tokens": 8192,
+    "max-num-batched-tokens": GPU_CHUNK,
     "max-num-seqs": 16,
     "max-logprobs": 20,
     "skip-tokenizer-init": True,
@@ -35,6 +36,7 @@ class Serving:
 
     `program` offers `serve`. `extra` are vLLM arguments of every arm; on GPUs (`gpu`) each arm adds those of its
     variant. `nice` is added to an engine's nice value: without GPUs it computes on the client's cores.
+    `chunk_tokens`: how much of a prompt is prefilled in a step.
     """
 
     program: tuple[str, ...]
@@ -45,6 +47,7 @@ class Serving:
     gpu: bool
     nice: int
     ready_timeout_s: float
+    chunk_tokens: int
 
     def argv(self, arm: Arm, port: int, proof_dir: Path) -> list[str]:
         argv = [*self.program, "serve", "--profile", self.profile, "--topology", arm.topology_name]
@@ -64,7 +67,17 @@ def longest_context(tokens: int, scale: float, output_tokens: int, *others: int)
 def on_cpu(program: Sequence[str], model: Path, kv_bytes: int, max_model_len: int) -> Serving:
     """The small checkpoint on this machine's cores."""
     extra = ("--max-model-len", str(max_model_len))
-    return Serving(tuple(program), "cpu", model, kv_bytes, extra, gpu=False, nice=10, ready_timeout_s=300.0)
+    return Serving(
+        tuple(program),
+        "cpu",
+        model,
+        kv_bytes,
+        extra,
+        gpu=False,
+        nice=10,
+        ready_timeout_s=300.0,
+        chunk_tokens=CPU_CHUNK,
+    )
 
 
 def on_gpus(
@@ -93,6 +106,7 @@ def on_gpus(
         gpu=True,
         nice=0,
         ready_timeout_s=ready_timeout_s,
+        chunk_tokens=GPU_CHUNK,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.long_context import paired_text
+from harness.long_context import Answer, paired_text, while_all_decode
 from harness.store import RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -128,3 +128,14 @@ def test_paired_text_needs_six_pairs_for_an_interval() -> None:
     assert paired_text("a", "b", times) == "b - a -0.1000 s (n = 3, no interval)"
     times = {"a": {"ttft_s": [1.0] * 6}, "b": {"ttft_s": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}}
     assert paired_text("a", "b", times) == "b - a +0.3500 s (95 % +0.1000 to +0.6000)"
+
+
+def test_time_between_tokens_while_all_contexts_decode() -> None:
+    """By hand: both decode from 10 to 12; the first one's slow steps before, and the second's fast ones after, are
+    not counted."""
+    first = Answer(0.0, (1.0, 4.0, 7.0, 10.0, 11.0, 12.0))
+    second = Answer(0.0, (10.0, 11.0, 12.0, 12.1, 12.2))
+    assert while_all_decode([first, second]) == {"tpot_ms": 1000.0, "gaps": 4}
+    assert second.ttft_s == 10.0 and first.gaps_s() == [3.0, 3.0, 3.0, 1.0, 1.0]
+    late = Answer(0.0, (13.0, 14.0))
+    assert while_all_decode([first, late]) == {"tpot_ms": None, "gaps": 0}
