@@ -60,6 +60,15 @@ class PeerGather:
         shape = (geometry.ubatches, geometry.rows, self.blocks)
         self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
 
+    def warm_up(self) -> None:
+        """Compile and load the kernel, by one launch on every rank: a graph's capture must not have to. Collective."""
+        for ubatch in range(self.geometry.ubatches):
+            first, second = (
+                torch.zeros(1, nbytes, dtype=torch.uint8, device=self.bases.device)
+                for nbytes in (self.geometry.first, self.geometry.second)
+            )
+            self.pair(first, second, ubatch)
+
     def takes(self, *parts: torch.Tensor) -> bool:
         """Whether these rows can go this way. Depends on what is alike on all ranks: shapes, strides, devices."""
         return all(

@@ -263,4 +263,6 @@ def build_peer(
         return None, "; ".join(why.values())
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    return PeerGather(region, geometry), ""
+    peer = PeerGather(region, geometry)
+    peer.warm_up()
+    return peer, ""

@@ -62,7 +62,7 @@ def merged(rank: int, world_size: int) -> None:
     widths = (Q_A, KV_A)
     own = sum(local_widths(widths, world_size))
     source = gather(rank, world_size, *(2 * width for width in local_widths(widths, world_size)))
-    steps = (1, 8, 2, 5, 1, 1) if world_size < 8 else (1, 2, 1)
+    steps = {2: (1, 8, 2, 1), 4: (1, 5, 2)}.get(world_size, (1, 2, 1))
     for step, rows in enumerate(steps):
         dtype = (torch.bfloat16, torch.float16)[step % 2]
         logical = rows_of(step, rows, sum(widths), dtype)
@@ -81,7 +81,7 @@ def pair(rank: int, world_size: int) -> None:
     source.epochs[1].fill_(2**31 - 3)  # becomes -2**31 on the way
     source.epochs[0].fill_(-3)  # becomes 0: what an unwritten slot carries
     dist.barrier()
-    for step, rows in enumerate((1, 8, 1, 3, 8, 8, 8, 1)):
+    for step, rows in enumerate((1, 8, 1, 3, 8, 1)):
         first, second = (
             rows_of(10 * step + i, rows, width, dtype)
             for i, (width, dtype) in enumerate(zip(widths, (torch.bfloat16, torch.float32), strict=True))

@@ -199,6 +199,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(gather.dist, "all_gather_object", all_gather_object)
     made: list[str] = []
+    monkeypatch.setattr(PeerGather, "warm_up", lambda self: made.append("warm"))
     monkeypatch.setattr(gather, "choose", lambda group, device, among: (among[0], {}))
     monkeypatch.setattr(gather, "allocate", lambda name, nbytes, *_, **__: LocalRegion.group(2, nbytes)[0])
 
@@ -252,7 +253,7 @@ def test_the_way_and_its_reason(
     choice = gather.select(alone, WIDTHS, GPU)
     assert choice.name == name and words in choice.reason
     assert (choice.way is None) == (name == "collective")
-    assert alone.made == (["b12x"] if name == "b12x" else [])
+    assert alone.made == {"b12x": ["b12x"], "peer": ["warm"], "collective": []}[name]
     assert choice.way is None or choice.way.rows == {"b12x": 1, "peer": 8}[name]
 
 
