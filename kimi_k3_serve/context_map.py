@@ -111,6 +111,33 @@ def gathered_rows(
     return np.arange(firsts[-1], dtype=np.int32) + np.repeat(shift, lens.ravel()).astype(np.int32)
 
 
+def remote_tiles(
+    padded_local_seq_lens: Sequence[int],
+    local_context_lens_allranks: Sequence[Sequence[int]],
+    local_starts: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    tile_rows: int,
+) -> Rows:
+    """[T, 2] int32: the compact rows that other ranks give, as runs [begin, end) of 1 to `tile_rows` rows, in order.
+
+    They are what lies between this rank's own runs, of which each request has one.
+    """
+    lens = valid_lens(padded_local_seq_lens, local_context_lens_allranks, local_starts, world_size)
+    firsts = offsets(lens.ravel())
+    mine = firsts[:-1].reshape(lens.shape)[:, rank]
+    begins = np.concatenate(([0], mine + lens[:, rank])).astype(np.int32)
+    ends = np.append(mine, firsts[-1]).astype(np.int32)
+    tiles = -(-(ends - begins) // tile_rows)
+    bounds = offsets(tiles)
+    answer = np.empty((bounds[-1], 2), dtype=np.int32)
+    index = np.arange(bounds[-1], dtype=np.int32)
+    answer[:, 0] = np.repeat(begins - bounds[:-1] * tile_rows, tiles) + index * tile_rows
+    np.minimum(answer[:, 0] + tile_rows, np.repeat(ends, tiles), out=answer[:, 1])
+    return answer
+
+
 def valid_lens(
     padded_local_seq_lens: Sequence[int],
     local_context_lens_allranks: Sequence[Sequence[int]],

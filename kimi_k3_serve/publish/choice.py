@@ -130,7 +130,7 @@ def select(
 
     passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if transport is None:
-        source: PrefillKV = Collective(device_group, dtype, latent)
+        source: PrefillKV = Collective(device_group, dtype, latent, model_dtype)
         return choice("collective", passed_over or f"{SWITCH}=collective", source)
     layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)
     region = allocate(transport, layout.nbytes, device_group, device, host_group=host_group)
@@ -141,5 +141,6 @@ def select(
         transport=transport,
         implementation="torch" if device.type == "cpu" else "triton",
         timeout_s=timeout_s(),
+        model_dtype=model_dtype,
     )
     return choice(transport, passed_over or f"{SWITCH}={value}", source)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from kimi_k3_serve.publish.chunks import DeviceChunk
+from kimi_k3_serve.publish.publisher import dequantise
 
 
 class Collective:
@@ -19,8 +20,10 @@ class Collective:
     transport = "collective"
     needs_gathered_rows = True
 
-    def __init__(self, group: Any, dtype: torch.dtype, latent: int) -> None:
-        self.group, self.dtype, self.latent = group, dtype, latent
+    def __init__(
+        self, group: Any, dtype: torch.dtype, latent: int, model_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.group, self.dtype, self.latent, self.model_dtype = group, dtype, latent, model_dtype
         self.world_size = dist.get_world_size(group)
 
     def gather(
@@ -31,9 +34,9 @@ class Collective:
         *,
         slot: int,
         ubatch: int = 0,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PrefillKV`. The result is this call's own memory; slot and ubatch mean nothing here."""
-        assert chunk.gathered_rows is not None
         # Padded local rows: known on the host without asking the device, since all ranks hold equally many.
         count = chunk.local_rows
         _, request, position = (row[:count].long() for row in chunk.rows)
@@ -44,4 +47,5 @@ class Collective:
         dist.all_gather_into_tensor(gathered, local, group=self.group)
         order = chunk.gathered_rows.long()
         kv_c, k_pe = gathered[:, : self.latent][order], gathered[:, self.latent :][order]
-        return kv_c.view(self.dtype), k_pe.view(self.dtype)
+        kv_c, k_pe = kv_c.view(self.dtype), k_pe.view(self.dtype)
+        return (kv_c, k_pe) if scale is None else dequantise(kv_c, k_pe, scale, self.model_dtype)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from kimi_k3_serve.proof import mark_used
-from kimi_k3_serve.publish import verify
+from kimi_k3_serve.publish import timing, verify
 from kimi_k3_serve.publish.choice import Choice, asked, select
 from kimi_k3_serve.publish.chunks import DeviceChunk, upload
 from kimi_k3_serve.publish.layout import SLOTS
-from kimi_k3_serve.publish.publisher import dequantise
 
 logger = logging.getLogger("vllm.kimi_k3_serve.publish")
 
@@ -43,6 +42,10 @@ def install(device_type: str) -> None:
     if getattr(stock, "publishes", False):
         return
     impl._context_parallel_compute_prefill_context = publishing(stock)
+    if (folder := timing.asked(device_type)) is not None:
+        impl._context_parallel_compute_prefill_context = timing.timed(
+            impl._context_parallel_compute_prefill_context, folder
+        )
     builder.__init__ = choosing(builder.__init__)
 
 
@@ -94,8 +97,9 @@ def choice_for(builder: Any) -> Choice:
     return _choices[key]
 
 
-def device_chunks(context: Any, choice: Choice) -> list[DeviceChunk]:
-    """The maps of this batch's chunks: made by its first layer, kept with its metadata for the others."""
+def device_chunks(prefill: Any, choice: Choice) -> list[tuple[torch.Tensor, DeviceChunk]]:
+    """Block table and maps of each of this batch's chunks: made by its first layer, kept with its metadata."""
+    context = prefill.chunked_context
     kept = getattr(context, "device_chunks", None)
     if kept is not None:
         return kept  # type: ignore[no-any-return]
@@ -109,10 +113,12 @@ def device_chunks(context: Any, choice: Choice) -> list[DeviceChunk]:
         rank=group.rank_in_group,
         world_size=group.world_size,
         device=context.workspace.device,
+        tiles=choice.scaled,
         gathered=choice.source.needs_gathered_rows,
     )
-    context.device_chunks = made
-    return made
+    tables = [prefill.block_table[chunk.request_slice] for chunk in context.chunks]
+    context.device_chunks = list(zip(tables, made, strict=True))
+    return context.device_chunks  # type: ignore[no-any-return]
 
 
 def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,17 +156,15 @@ def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
         fp8_prefill = prefill.q_data_type == current_platform.fp8_dtype()
         projection_dtype = mla._get_kv_b_proj_input_dtype(self.kv_b_proj, fp8_prefill)
         output = output_lse = None
-        for chunk, rows in zip(context.chunks, device_chunks(context, choice), strict=True):
-            block_table = prefill.block_table[chunk.request_slice]
+        for chunk, (block_table, rows) in zip(context.chunks, device_chunks(prefill, choice), strict=True):
             kv_c, k_pe = choice.source.gather(
                 kv_c_and_k_pe_cache,
                 block_table,
                 rows,
                 slot=chunk.index % SLOTS,
                 ubatch=dbo_current_ubatch_id(),
+                scale=k_scale if choice.scaled else None,
             )
-            if choice.scaled:
-                kv_c, k_pe = dequantise(kv_c, k_pe, k_scale, choice.model_dtype)
             if verify.ON:
                 verify.compare(self, chunk, kv_c_and_k_pe_cache, block_table, context, k_scale, kv_c, k_pe)
             k_pe = k_pe.unsqueeze(1)

@@ -2,9 +2,11 @@
 """Triton kernels of the publication (protocol.md says what they must guarantee and why it is enough).
 
 One source serves `multicast` and `peer`, and on the CPU the Triton interpreter: what differs stands behind the
-constexprs MULTICAST and PTX. Rows are copied as 32-bit words, so a dtype is a number of words and every copy is
-exact. Symmetric memory is reached through a table of addresses only, never as a tensor argument: the
-interpreter writes tensor arguments back when a kernel ends, over what other processes have stored meanwhile.
+constexprs MULTICAST and PTX. Rows are copied as words of 32 or 8 bits, so every copy is exact.
+
+Every argument is an integer: memory is passed by address. The host then has nothing to find out at a launch (one
+compiled kernel serves every batch, `launch.py`), and in the interpreter nothing is written back when a kernel ends,
+over what other processes have stored meanwhile. Addresses are bytes and multiples of 16, unless said otherwise.
 """
 
 import triton
@@ -12,10 +14,16 @@ import triton.language as tl
 
 
 @triton.jit
+def pointer(address, WORD: tl.constexpr):
+    """To words at an address that is a multiple of 16."""
+    return tl.multiple_of(address.to(tl.pointer_type(WORD)), 16)
+
+
+@triton.jit
 def copy_16_bytes_to_all(source, destination, keep):
     """Load 16 bytes and store them through a multicast address, where `keep` is not 0.
 
-    `multimem.st` is the only store that such an address allows. Both addresses are int64, multiples of 16.
+    `multimem.st` is the only store that such an address allows.
     """
     tl.inline_asm_elementwise(
         """
@@ -50,167 +58,85 @@ def trap():
 
 
 @triton.jit
+def scaled(raw, scale, OUT: tl.constexpr):
+    """e4m3 bytes (uint8) -> float32(raw) * scale, rounded once to OUT: what stock's gather makes of a cached row."""
+    return (raw.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(OUT)
+
+
+@triton.jit
 def copy_rows(
     source,
-    peers_ptr,
+    peers,
     offset,
-    multicast_address,
+    multicast,
     destination,
     keep,
-    WORDS: tl.constexpr,
+    scale,
+    out,
+    WIDTH: tl.constexpr,
+    WORD: tl.constexpr,
+    OUT: tl.constexpr,
     RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     MULTICAST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Copy one tile of rows into a plane of every rank.
+    """Copy one tile of rows into a plane of every rank; with SCALED also, scaled, into `out` on this rank.
 
     Args:
         source: [ROWS] pointers to the first word of each row in the paged cache.
+        peers: pointer to [WORLD_SIZE] int64, address of each rank's memory.
         offset: bytes from a rank's memory to the plane.
-        destination: [ROWS] int64, row of the plane.
+        destination: [ROWS] int64, row of the plane and of `out`.
         keep: [ROWS], false for padding.
-        WORDS: 32-bit words of a row; a power of two.
+        WIDTH: words of a row; a power of two.
     """
+    column = tl.arange(0, WIDTH)
+    kept = keep[:, None]
+    place = destination[:, None] * WIDTH + column[None, :]
+    rows = tl.load(source[:, None] + column[None, :], mask=kept, other=0)
     if MULTICAST:
-        unit = tl.arange(0, WORDS // 4) * 16
-        sources = source.to(tl.int64)[:, None] + unit[None, :]
-        targets = multicast_address + offset + destination[:, None] * (WORDS * 4) + unit[None, :]
-        kept = tl.broadcast_to(keep[:, None], sources.shape).to(tl.int32)
-        copy_16_bytes_to_all(sources, targets, kept)
+        row_bytes: tl.constexpr = WIDTH * WORD.primitive_bitwidth // 8
+        byte = tl.arange(0, row_bytes // 16) * 16
+        sources = source.to(tl.int64)[:, None] + byte[None, :]
+        targets = multicast + offset + destination[:, None] * row_bytes + byte[None, :]
+        copy_16_bytes_to_all(sources, targets, tl.broadcast_to(kept, sources.shape).to(tl.int32))
     else:
-        word = tl.arange(0, WORDS)
-        kept = keep[:, None]
-        rows = tl.load(source[:, None] + word[None, :], mask=kept, other=0)
-        place = destination[:, None] * WORDS + word[None, :]
-        # Each rank begins with itself and goes round, so that no rank is everyone's first target.
+        # The links are the bottleneck: other ranks first, each beginning with the next one, and this rank last.
         for step in tl.static_range(WORLD_SIZE):
-            peer = (RANK + step) % WORLD_SIZE
-            plane = (tl.load(peers_ptr + peer) + offset).to(tl.pointer_type(tl.int32))
-            tl.store(tl.multiple_of(plane, 16) + place, rows, mask=kept)
+            peer = (RANK + 1 + step) % WORLD_SIZE
+            tl.store(pointer(tl.load(peers + peer) + offset, WORD) + place, rows, mask=kept)
+    if SCALED:
+        tl.store(pointer(out, OUT) + place, scaled(rows, scale, OUT), mask=kept)
 
 
-# One compiled kernel whatever the batch: only the cache's own strides and alignment are worth knowing.
-@triton.jit(
-    do_not_specialize=["multicast_address", "slot_offset", "table_stride", "map_stride"],
-    do_not_specialize_on_alignment=["block_table_ptr", "epoch_ptr", "finished_ptr"],
-)
-def publish_kernel(
-    cache_ptr,
-    block_table_ptr,
-    rows_ptr,
-    num_local_rows_ptr,
-    peers_ptr,
-    epoch_ptr,
-    finished_ptr,
-    multicast_address,
-    slot_offset,
-    kv_c_offset,
-    k_pe_offset,
-    block_stride,
-    row_stride,
-    table_stride,
-    map_stride,
-    BLOCK_SIZE: tl.constexpr,
-    LATENT_WORDS: tl.constexpr,
-    ROPE_WORDS: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    MULTICAST: tl.constexpr,
-):
-    """Copy this rank's rows of a chunk to every rank, then signal every rank.
-
-    Args:
-        cache_ptr: int32 words of the paged cache; strides in words.
-        block_table_ptr: [requests, >= blocks] int32.
-        rows_ptr: [3, map_stride] int32: destination row (-1: padding), request, position (`context_map`).
-        num_local_rows_ptr: [1] int32, padded local rows; on the device, so that a captured graph can change it.
-        peers_ptr: [WORLD_SIZE] int64, address of each rank's memory.
-        epoch_ptr, finished_ptr: [1] int64 and int32 of this ubatch, this rank's own.
-        slot_offset: bytes from a rank's memory to the slot; the plane offsets count from the slot.
-    """
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    num_local_rows = tl.load(num_local_rows_ptr)
-    for first in range(program * ROWS, num_local_rows, programs * ROWS):
-        row = first + tl.arange(0, ROWS)
-        destination = tl.load(rows_ptr + row, mask=row < num_local_rows, other=-1).to(tl.int64)
-        keep = destination >= 0
-        request = tl.load(rows_ptr + map_stride + row, mask=keep, other=0).to(tl.int64)
-        position = tl.load(rows_ptr + 2 * map_stride + row, mask=keep, other=0)
-        block = tl.load(
-            block_table_ptr + request * table_stride + position // BLOCK_SIZE, mask=keep, other=0
-        ).to(tl.int64)
-        source = cache_ptr + block * block_stride + (position % BLOCK_SIZE) * row_stride
-        copy_rows(
-            source,
-            peers_ptr,
-            slot_offset + kv_c_offset,
-            multicast_address,
-            destination,
-            keep,
-            LATENT_WORDS,
-            RANK,
-            WORLD_SIZE,
-            MULTICAST,
-        )
-        copy_rows(
-            source + LATENT_WORDS,
-            peers_ptr,
-            slot_offset + k_pe_offset,
-            multicast_address,
-            destination,
-            keep,
-            ROPE_WORDS,
-            RANK,
-            WORLD_SIZE,
-            MULTICAST,
-        )
-
-    # The stores of all threads of this program, then the counter. System scope: the rows lie in other GPUs' memory.
-    tl.debug_barrier()
-    finished = tl.atomic_add(finished_ptr, 1, sem="acq_rel", scope="sys")
-    if finished == programs - 1:
-        tl.store(finished_ptr, 0)
-        epoch = tl.load(epoch_ptr) + 1
-        tl.store(epoch_ptr, epoch)
-        for peer in tl.static_range(WORLD_SIZE):
-            signal = (tl.load(peers_ptr + peer) + slot_offset + RANK * 8).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(signal, epoch, sem="release", scope="sys")
-
-
-@triton.jit(do_not_specialize=["slot_offset"], do_not_specialize_on_alignment=["epoch_ptr"])
-def wait_kernel(
-    peers_ptr,
-    epoch_ptr,
-    report_ptr,
-    slot_offset,
+@triton.jit
+def await_signals(
+    signals,
+    epoch,
+    report,
     limit_ns,
-    RANK: tl.constexpr,
+    slot_offset,
     WORLD_SIZE: tl.constexpr,
     LANES: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Wait until every rank has signalled this ubatch's epoch in a slot. One program.
+    """Return when all WORLD_SIZE signals (pointer to int64) have reached `epoch`.
 
-    Args:
-        report_ptr: [4] int64 in memory that the host can read when the context is lost: after `limit_ns`
-            nanoseconds (0: no limit) it gets the missing rank + 1, its last epoch, the epoch waited for, slot_offset.
-        LANES: WORLD_SIZE rounded up to a power of two.
+    After `limit_ns` nanoseconds (0: no limit) it ends the kernel instead, and `report`, [4] int64 in memory that the
+    host can read when the context is lost, holds the missing rank + 1, its last epoch, `epoch` and `slot_offset`.
     """
-    source = tl.arange(0, LANES)
+    source = tl.arange(0, LANES)  # WORLD_SIZE rounded up to a power of two
     real = source < WORLD_SIZE
-    epoch = tl.load(epoch_ptr)
-    signals = (tl.load(peers_ptr + RANK) + slot_offset + source * 8).to(tl.pointer_type(tl.int64))
     begun = tl.full((), 0, tl.int64)
     elapsed = tl.full((), 0, tl.int64)
     if PTX:
         begun = clock_ns()
     # Adding nothing is a load with acquire semantics that every version of Triton has.
-    seen = tl.atomic_add(signals, 0, mask=real, sem="acquire", scope="sys")
+    seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
     behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)
     while (behind > 0) & ((limit_ns == 0) | (elapsed < limit_ns)):
-        seen = tl.atomic_add(signals, 0, mask=real, sem="acquire", scope="sys")
+        seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
         behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)
         if PTX:
             elapsed = clock_ns() - begun
@@ -219,24 +145,193 @@ def wait_kernel(
     if behind > 0:
         missing = tl.min(tl.where(real & (seen < epoch), source, LANES), axis=0)
         last = tl.sum(tl.where(source == missing, seen, 0), axis=0)
-        tl.store(report_ptr + 1, last)
-        tl.store(report_ptr + 2, epoch)
-        tl.store(report_ptr + 3, slot_offset)
-        tl.store(report_ptr, missing.to(tl.int64) + 1)
+        words = pointer(report, tl.int64)
+        tl.store(words + 1, last)
+        tl.store(words + 2, epoch)
+        tl.store(words + 3, slot_offset)
+        tl.store(words, missing.to(tl.int64) + 1)
         if PTX:
             trap()
 
 
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["scale_ptr"])
-def dequantise_kernel(
-    raw_ptr,
-    scale_ptr,
-    out_ptr,
-    size,
-    BLOCK: tl.constexpr,
+PUBLISH = (
+    "cache", "table", "chunk", "peers", "state", "multicast", "slot_offset", "table_stride",
+    "report", "limit_ns", "scale", "kv_c_out", "k_pe_out",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PUBLISH)
+def publish_kernel(
+    cache: tl.int64,
+    table: tl.int64,
+    chunk: tl.int64,
+    peers: tl.int64,
+    state: tl.int64,
+    multicast: tl.int64,
+    slot_offset: tl.int64,
+    table_stride: tl.int64,
+    report: tl.int64,
+    limit_ns: tl.int64,
+    scale: tl.int64,
+    kv_c_out: tl.int64,
+    k_pe_out: tl.int64,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    KV_C_OFFSET: tl.constexpr,
+    K_PE_OFFSET: tl.constexpr,
+    WORD: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    MULTICAST: tl.constexpr,
+    SCALED: tl.constexpr,
+    WAIT: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """out = float32(raw) * scale, rounded once to the dtype of `out`: what stock's gather makes of a cached row."""
+    """Copy this rank's rows of a chunk to every rank, then signal every rank; with WAIT, until all have signalled.
+
+    The program that finishes last signals and waits. By then it has no other of its own grid to wait for.
+
+    Args:
+        cache: the paged cache; BLOCK_STRIDE and ROW_STRIDE in words of type WORD, multiples of 16 bytes.
+        table: [requests, >= blocks] int32, rows `table_stride` apart; aligned to 4 bytes only.
+        chunk: the chunk's maps, as `chunks.upload` lays them out.
+        peers: [WORLD_SIZE] int64, address of each rank's memory.
+        state: [2] int64 of this ubatch, this rank's own: epoch, and programs that have finished.
+        multicast: address that reaches every rank's memory; with MULTICAST only.
+        slot_offset: bytes from a rank's memory to the slot; KV_C_OFFSET and K_PE_OFFSET count from the slot.
+        report, limit_ns: see `await_signals`; with WAIT only.
+        scale, kv_c_out, k_pe_out: float32 [1] and where this rank's own rows go, scaled; with SCALED only.
+        LATENT, ROPE: words of a row of either plane.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    header = pointer(chunk, tl.int32)
+    num_local_rows = tl.load(header)
+    map_stride = tl.multiple_of(tl.load(header + 1), 16)
+    destinations = header + 16
+    words = pointer(cache, WORD)
+    blocks = table.to(tl.pointer_type(tl.int32))
+    memories = pointer(peers, tl.int64)
+    factor = 0.0
+    if SCALED:
+        factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
+    for first in range(program * ROWS, num_local_rows, programs * ROWS):
+        row = first + tl.arange(0, ROWS)
+        destination = tl.load(destinations + row, mask=row < num_local_rows, other=-1).to(tl.int64)
+        keep = destination >= 0
+        request = tl.load(destinations + map_stride + row, mask=keep, other=0).to(tl.int64)
+        position = tl.load(destinations + 2 * map_stride + row, mask=keep, other=0)
+        block = tl.load(blocks + request * table_stride + position // BLOCK_SIZE, mask=keep, other=0)
+        source = words + block.to(tl.int64) * BLOCK_STRIDE + (position % BLOCK_SIZE) * ROW_STRIDE
+        copy_rows(
+            source, memories, slot_offset + KV_C_OFFSET, multicast, destination, keep, factor, kv_c_out,
+            LATENT, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED,
+        )  # fmt: skip
+        copy_rows(
+            source + LATENT, memories, slot_offset + K_PE_OFFSET, multicast, destination, keep, factor, k_pe_out,
+            ROPE, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED,
+        )  # fmt: skip
+
+    # The stores of all threads of this program, then the counter. System scope: the rows lie in other GPUs' memory.
+    tl.debug_barrier()
+    counters = pointer(state, tl.int64)
+    finished = tl.atomic_add(counters + 1, 1, sem="acq_rel", scope="sys")
+    if finished == programs - 1:
+        tl.store(counters + 1, 0)
+        epoch = tl.load(counters) + 1
+        tl.store(counters, epoch)
+        for step in tl.static_range(WORLD_SIZE):
+            peer = (RANK + 1 + step) % WORLD_SIZE
+            signals = pointer(tl.load(memories + peer) + slot_offset, tl.int64)
+            tl.atomic_xchg(signals + RANK, epoch, sem="release", scope="sys")
+        if WAIT:
+            own = pointer(tl.load(memories + RANK) + slot_offset, tl.int64)
+            await_signals(own, epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX)
+
+
+WAIT = ("memory", "state", "report", "slot_offset", "limit_ns")
+
+
+@triton.jit(do_not_specialize=WAIT)
+def wait_kernel(
+    memory: tl.int64,
+    state: tl.int64,
+    report: tl.int64,
+    slot_offset: tl.int64,
+    limit_ns: tl.int64,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The wait alone, one program: for a publication that was launched without it. `memory`: this rank's."""
+    epoch = tl.load(pointer(state, tl.int64))
+    signals = pointer(memory + slot_offset, tl.int64)
+    await_signals(signals, epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX)
+
+
+@triton.jit
+def scale_tiles(
+    plane, out, tiles, num_tiles, scale, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr
+):
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row = tl.load(tiles + 2 * tile) + tl.arange(0, ROWS)
+        kept = (row < tl.load(tiles + 2 * tile + 1))[:, None]
+        place = row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        raw = tl.load(plane + place, mask=kept, other=0)
+        tl.store(pointer(out, OUT) + place, scaled(raw, scale, OUT), mask=kept)
+
+
+SCALE = ("memory", "state", "report", "slot_offset", "limit_ns", "chunk", "scale", "kv_c_out", "k_pe_out")
+
+
+@triton.jit(do_not_specialize=SCALE)
+def scale_kernel(
+    memory: tl.int64,
+    state: tl.int64,
+    report: tl.int64,
+    slot_offset: tl.int64,
+    limit_ns: tl.int64,
+    chunk: tl.int64,
+    scale: tl.int64,
+    kv_c_out: tl.int64,
+    k_pe_out: tl.int64,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    KV_C_OFFSET: tl.constexpr,
+    K_PE_OFFSET: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Wait (every program, for other ranks only), then scale the rows that other ranks have published.
+
+    `publish_kernel` has scaled this rank's own. The others' are the chunk's tiles: runs of at most ROWS rows.
+    """
+    epoch = tl.load(pointer(state, tl.int64))
+    signals = pointer(memory + slot_offset, tl.int64)
+    await_signals(signals, epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX)
+    header = pointer(chunk, tl.int32)
+    num_tiles = tl.load(header + 2)
+    tiles = header + 16 + 3 * tl.load(header + 1)
+    factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
+    kv_c = pointer(memory + slot_offset + KV_C_OFFSET, tl.uint8)
+    k_pe = pointer(memory + slot_offset + K_PE_OFFSET, tl.uint8)
+    # In two loops: in one, Triton 3.9 reads the planes byte by byte.
+    scale_tiles(kv_c, kv_c_out, tiles, num_tiles, factor, LATENT, ROWS, OUT)
+    scale_tiles(k_pe, k_pe_out, tiles, num_tiles, factor, ROPE, ROWS, OUT)
+
+
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["scale_ptr"])
+def dequantise_kernel(raw_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """A whole plane of e4m3 bytes (uint8), for the collective fallback."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    raw = tl.load(raw_ptr + index, mask=index < size)
-    value = raw.to(tl.float32) * tl.load(scale_ptr)
-    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=index < size)
+    raw = tl.load(raw_ptr + index, mask=index < size, other=0)
+    tl.store(out_ptr + index, scaled(raw, tl.load(scale_ptr), out_ptr.dtype.element_ty), mask=index < size)

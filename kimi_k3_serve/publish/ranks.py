@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's side of the protocol: push rows and signal, then wait. In Triton, and in PyTorch for the CPU.
-
-Vocabulary: a *word* is 32 bits; `words` is the paged cache [blocks, block_size, words a row] as int32.
-"""
+"""One rank's side of the protocol: push rows and signal, then wait. In Triton, and in PyTorch for the CPU."""
 
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kimi_k3_serve.publish.chunks import DeviceChunk
+from kimi_k3_serve.publish.chunks import TILE_ROWS, DeviceChunk
+from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.symmetric.shared import fence
@@ -36,13 +34,42 @@ def timeout_text(
     )
 
 
+class Scaled(NamedTuple):
+    """e4m3 rows in the model's dtype: float32(raw) * scale, rounded once, bit for bit what stock's gather yields."""
+
+    scale: torch.Tensor
+    """float32, one element."""
+    kv_c: torch.Tensor
+    """[N, L], contiguous, to be filled."""
+    k_pe: torch.Tensor
+    """[N, P]."""
+
+
 class Rank(Protocol):
     """What `Publisher` needs of an implementation."""
 
+    @property
+    def epochs(self) -> Any:
+        """[ubatches] publications so far."""
+        ...
+
     def push(
-        self, words: torch.Tensor, block_table: torch.Tensor, chunk: DeviceChunk, slot: int, ubatch: int
+        self,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: DeviceChunk,
+        slot: int,
+        ubatch: int,
+        *,
+        wait: bool = False,
+        scaled: Scaled | None = None,
     ) -> None:
-        """Copy this rank's rows of the chunk into every rank's slot, advance the epoch, signal."""
+        """Copy this rank's rows of the chunk into every rank's slot, advance the epoch, signal.
+
+        Args:
+            wait: then wait, as `wait` does.
+            scaled: also fill in this rank's own rows there.
+        """
         ...
 
     def wait(self, slot: int, ubatch: int) -> None:
@@ -51,6 +78,10 @@ class Rank(Protocol):
         Raises:
             RendezvousTimeout: a rank never came (on a GPU: at the next call, and in the log).
         """
+        ...
+
+    def scale(self, chunk: DeviceChunk, slot: int, ubatch: int, scaled: Scaled) -> None:
+        """Wait, then fill in the rows that `push` has not."""
         ...
 
 
@@ -62,32 +93,37 @@ class TorchRank:
         self.epochs = [0] * layout.ubatches
 
     def push(
-        self, words: torch.Tensor, block_table: torch.Tensor, chunk: DeviceChunk, slot: int, ubatch: int
+        self,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: DeviceChunk,
+        slot: int,
+        ubatch: int,
+        *,
+        wait: bool = False,
+        scaled: Scaled | None = None,
     ) -> None:
-        layout, begin = self.layout, self.layout.slot_offset(ubatch, slot)
+        layout, words = self.layout, cache.view(torch.int32)
         count = int(chunk.num_local_rows)
         destination, request, position = (row[:count].long() for row in chunk.rows)
         kept = destination >= 0
         destination, request, position = destination[kept], request[kept], position[kept]
         block_size = words.shape[1]
         rows = words[block_table[request, position // block_size].long(), position % block_size]
-        latent, rope = layout.latent_bytes // 4, layout.rope_bytes // 4
+        latent = layout.latent_bytes // 4
         for peer in self.region.peers:
-            view(peer, begin + layout.kv_c_offset, (layout.capacity, latent), torch.int32)[destination] = (
-                rows[:, :latent]
-            )
-            view(peer, begin + layout.k_pe_offset, (layout.capacity, rope), torch.int32)[destination] = rows[
-                :, latent:
-            ]
+            kv_c, k_pe = self.planes(peer, slot, ubatch, torch.int32)
+            kv_c[destination], k_pe[destination] = rows[:, :latent], rows[:, latent:]
         fence()  # the rows before the signal
         self.epochs[ubatch] += 1
         for peer in self.region.peers:
-            view(peer, begin, (layout.world_size,), torch.int64)[self.region.rank] = self.epochs[ubatch]
+            self.signals(peer, slot, ubatch)[self.region.rank] = self.epochs[ubatch]
+        if wait:
+            self.wait(slot, ubatch)
 
     def wait(self, slot: int, ubatch: int) -> None:
-        begin, epoch = self.layout.slot_offset(ubatch, slot), self.epochs[ubatch]
-        own = self.region.peers[self.region.rank]
-        signals = view(own, begin, (self.layout.world_size,), torch.int64).numpy()
+        epoch = self.epochs[ubatch]
+        signals = self.signals(self.region.peers[self.region.rank], slot, ubatch).numpy()
         deadline, polls = time.monotonic() + self.timeout_s, 0
         while (signals < epoch).any():
             polls += 1
@@ -95,91 +131,189 @@ class TorchRank:
             time.sleep(0 if polls < 100 else 50e-6)
             if time.monotonic() > deadline:
                 missing = int((signals < epoch).argmax())
+                last = int(signals[missing])
                 raise RendezvousTimeout(
-                    timeout_text(
-                        self.region.rank,
-                        missing,
-                        slot,
-                        ubatch,
-                        epoch,
-                        int(signals[missing]),
-                        self.timeout_s,
-                    )
+                    timeout_text(self.region.rank, missing, slot, ubatch, epoch, last, self.timeout_s)
                 )
         fence()  # the signals before the rows
+
+    def scale(self, chunk: DeviceChunk, slot: int, ubatch: int, scaled: Scaled) -> None:
+        self.wait(slot, ubatch)
+        own = self.region.peers[self.region.rank]
+        for raw, out in zip(
+            self.planes(own, slot, ubatch, torch.float8_e4m3fn), (scaled.kv_c, scaled.k_pe), strict=True
+        ):
+            out.copy_(raw[: chunk.num_rows].float() * scaled.scale)
+
+    def planes(
+        self, memory: torch.Tensor, slot: int, ubatch: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c and k_pe of a slot of one rank, [capacity, row bytes / item size]."""
+        layout, begin = self.layout, self.layout.slot_offset(ubatch, slot)
+        latent, rope = layout.latent_bytes // dtype.itemsize, layout.rope_bytes // dtype.itemsize
+        return (
+            view(memory, begin + layout.kv_c_offset, (layout.capacity, latent), dtype),
+            view(memory, begin + layout.k_pe_offset, (layout.capacity, rope), dtype),
+        )
+
+    def signals(self, memory: torch.Tensor, slot: int, ubatch: int) -> torch.Tensor:
+        """[world_size] int64."""
+        return view(memory, self.layout.slot_offset(ubatch, slot), (self.layout.world_size,), torch.int64)
 
 
 class TritonRank:
     """The kernels of `kernel.py`: on a GPU, or in the Triton interpreter on host memory."""
 
     def __init__(self, region: Region, layout: Layout, timeout_s: float, device: torch.device) -> None:
+        from triton import language
+
         from kimi_k3_serve.publish import kernel
 
+        self.dtypes = {
+            dtype: getattr(language, str(dtype).removeprefix("torch."))
+            for dtype in (torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
+        }
         self.kernel, self.region, self.layout, self.timeout_s = kernel, region, layout, timeout_s
         self.on_gpu = device.type == "cuda"
         self.peers = torch.tensor(addresses(region), dtype=torch.int64, device=device)
-        self.epochs = torch.zeros(layout.ubatches, dtype=torch.int64, device=device)
-        self.finished = torch.zeros(layout.ubatches, dtype=torch.int32, device=device)
+        # A ubatch's state lies on 16 bytes: its epoch, and how many programs of a launch have finished.
+        self.state = torch.zeros((layout.ubatches, 2), dtype=torch.int64, device=device)
         # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
         self.report = torch.zeros(4, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.reported = self.report.numpy()
+        # What every launch passes, as integers.
+        self.memory = region.peers[region.rank].data_ptr()
+        self.peer_table, self.report_place = self.peers.data_ptr(), self.report.data_ptr()
+        self.states = [self.state[ubatch].data_ptr() for ubatch in range(layout.ubatches)]
+        self.slots = [[layout.slot_offset(u, s) for s in range(SLOTS)] for u in range(layout.ubatches)]
+        self.launches: dict[tuple[Any, ...], Launch] = {}
         self.programs = 3  # in the interpreter, one after the other
         if self.on_gpu:
             self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
             threading.Thread(target=self.watch, name="publish-watch", daemon=True).start()
 
+    @property
+    def epochs(self) -> torch.Tensor:
+        return self.state[:, 0]
+
     def push(
-        self, words: torch.Tensor, block_table: torch.Tensor, chunk: DeviceChunk, slot: int, ubatch: int
+        self,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: DeviceChunk,
+        slot: int,
+        ubatch: int,
+        *,
+        wait: bool = False,
+        scaled: Scaled | None = None,
     ) -> None:
         self.raise_if_late()
-        layout, capacity = self.layout, chunk.rows.shape[1]
-        rows = max(1, TILE_BYTES // layout.latent_bytes)
-        programs = min(self.programs, -(-capacity // rows))
-        self.kernel.publish_kernel[(programs,)](
-            words,
-            block_table,
-            chunk.rows,
-            chunk.num_local_rows,
-            self.peers,
-            self.epochs[ubatch:],
-            self.finished[ubatch:],
+        out = scaled.kv_c.dtype if scaled else None
+        key = (cache.shape[1], cache.stride(), wait, out)
+        launch = self.launches.get(key) or self.launches.setdefault(key, self.publication(cache, wait, out))
+        launch(
+            max(1, min(self.programs, -(-chunk.capacity // self.tile_rows))),
+            cache.data_ptr(),
+            block_table.data_ptr(),
+            chunk.memory.data_ptr(),
+            self.peer_table,
+            self.states[ubatch],
             self.region.multicast_address,
-            layout.slot_offset(ubatch, slot),
-            layout.kv_c_offset,
-            layout.k_pe_offset,
-            words.stride(0),
-            words.stride(1),
+            self.slots[ubatch][slot],
             block_table.stride(0),
-            capacity,
-            BLOCK_SIZE=words.shape[1],
-            LATENT_WORDS=layout.latent_bytes // 4,
-            ROPE_WORDS=layout.rope_bytes // 4,
-            RANK=self.region.rank,
-            WORLD_SIZE=self.region.world_size,
-            ROWS=rows,
-            MULTICAST=bool(self.region.multicast_address),
+            self.report_place,
+            self.limit_ns(),
+            *((t.data_ptr() for t in scaled) if scaled else (0, 0, 0)),
         )
+        if wait and not self.on_gpu:
+            self.raise_if_late()
 
     def wait(self, slot: int, ubatch: int) -> None:
-        # A captured wait may replay long after its peers' last step: it is not bounded.
-        unbounded = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        self.kernel.wait_kernel[(1,)](
-            self.peers,
-            self.epochs[ubatch:],
-            self.report,
-            self.layout.slot_offset(ubatch, slot),
-            0 if unbounded else int(self.timeout_s * 1e9),
-            RANK=self.region.rank,
-            WORLD_SIZE=self.region.world_size,
-            LANES=1 << (self.region.world_size - 1).bit_length(),
-            PTX=self.on_gpu,
-            num_warps=1,
+        launch = self.launches.get(("wait",)) or self.launches.setdefault(
+            ("wait",), Launch(self.kernel.wait_kernel, self.group_constants(), num_warps=1)
+        )
+        launch(1, *self.awaited(slot, ubatch))
+        if not self.on_gpu:
+            self.raise_if_late()
+
+    def scale(self, chunk: DeviceChunk, slot: int, ubatch: int, scaled: Scaled) -> None:
+        key = ("scale", scaled.kv_c.dtype)
+        launch = self.launches.get(key) or self.launches.setdefault(key, self.scaling(scaled.kv_c.dtype))
+        # At least one, which waits: there may be no row of another rank, and yet its signal is due.
+        programs = max(1, min(self.programs, chunk.num_tiles))
+        launch(
+            programs,
+            *self.awaited(slot, ubatch),
+            chunk.memory.data_ptr(),
+            scaled.scale.data_ptr(),
+            scaled.kv_c.data_ptr(),
+            scaled.k_pe.data_ptr(),
         )
         if not self.on_gpu:
             self.raise_if_late()
 
+    @property
+    def tile_rows(self) -> int:
+        return max(1, TILE_BYTES // self.layout.latent_bytes)
+
+    def awaited(self, slot: int, ubatch: int) -> tuple[int, ...]:
+        """The arguments with which `wait_kernel` and `scale_kernel` begin."""
+        return (
+            self.memory,
+            self.states[ubatch],
+            self.report_place,
+            self.slots[ubatch][slot],
+            self.limit_ns(),
+        )
+
+    def limit_ns(self) -> int:
+        """How long a wait may last; 0: for ever. A captured one may replay long after its peers' last step."""
+        unbounded = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        return 0 if unbounded else int(self.timeout_s * 1e9)
+
+    def group_constants(self) -> dict[str, Any]:
+        lanes = 1 << (self.region.world_size - 1).bit_length()
+        return {"WORLD_SIZE": self.region.world_size, "LANES": lanes, "PTX": self.on_gpu}
+
+    def publication(self, cache: torch.Tensor, wait: bool, out: torch.dtype | None) -> Launch:
+        """The publishing kernel for a cache of this geometry."""
+        layout = self.layout
+        # Rows that are also scaled are read as bytes, others in words of 32 bits.
+        word = 1 if out else 4
+        block_bytes, row_bytes = (stride * cache.element_size() for stride in cache.stride()[:2])
+        constants = self.group_constants() | {
+            "BLOCK_SIZE": cache.shape[1],
+            "BLOCK_STRIDE": block_bytes // word,
+            "ROW_STRIDE": row_bytes // word,
+            "LATENT": layout.latent_bytes // word,
+            "ROPE": layout.rope_bytes // word,
+            "KV_C_OFFSET": layout.kv_c_offset,
+            "K_PE_OFFSET": layout.k_pe_offset,
+            "WORD": self.dtypes[torch.uint8 if out else torch.int32],
+            "OUT": self.dtypes[out or torch.float32],
+            "ROWS": self.tile_rows,
+            "RANK": self.region.rank,
+            "MULTICAST": bool(self.region.multicast_address),
+            "SCALED": out is not None,
+            "WAIT": wait,
+        }
+        return Launch(self.kernel.publish_kernel, constants, num_warps=4)
+
+    def scaling(self, out: torch.dtype) -> Launch:
+        layout = self.layout
+        constants = self.group_constants() | {
+            "LATENT": layout.latent_bytes,
+            "ROPE": layout.rope_bytes,
+            "KV_C_OFFSET": layout.kv_c_offset,
+            "K_PE_OFFSET": layout.k_pe_offset,
+            "OUT": self.dtypes[out],
+            "ROWS": TILE_ROWS,
+        }
+        return Launch(self.kernel.scale_kernel, constants, num_warps=4)
+
     def raise_if_late(self) -> None:
-        if (missing := int(self.report[0])) > 0:
-            last, epoch, offset = self.report[1:].tolist()
+        if (missing := int(self.reported[0])) > 0:
+            last, epoch, offset = self.reported[1:].tolist()
             ubatch, slot = divmod(offset // self.layout.slot_bytes, SLOTS)
             raise RendezvousTimeout(
                 timeout_text(self.region.rank, missing - 1, slot, ubatch, epoch, last, self.timeout_s)
@@ -187,7 +321,7 @@ class TritonRank:
 
     def watch(self) -> None:
         """Name the missing rank in the log: the CUDA error that follows cannot."""
-        while not int(self.report[0]):
+        while not int(self.reported[0]):
             time.sleep(1.0)
         try:
             self.raise_if_late()

@@ -56,9 +56,16 @@ class PagedWorld:
             if ranks is None or rank in ranks:
                 self.caches[rank], self.tables[rank] = raw, table.int()
 
-    def chunk(self, rank: int, device: torch.device, *, gathered: bool = False) -> DeviceChunk:
+    def chunk(
+        self, rank: int, device: torch.device, *, tiles: bool = False, gathered: bool = False
+    ) -> DeviceChunk:
         [made] = upload(
-            [self.geometry], rank=rank, world_size=self.world_size, device=device, gathered=gathered
+            [self.geometry],
+            rank=rank,
+            world_size=self.world_size,
+            device=device,
+            tiles=tiles,
+            gathered=gathered,
         )
         return made
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     for scale in (torch.tensor([value]) for value in (1.0, 0.3717, 1e-3, 37.5)):
         for dtype in (torch.float32, torch.float16):
             out = torch.empty(raw.shape, dtype=dtype)
-            dequantise_kernel[(4,)](raw, scale, out, raw.numel(), BLOCK=64)
+            dequantise_kernel[(4,)](raw.view(torch.uint8), scale, out, raw.numel(), BLOCK=64)
             expected, _ = dequantise(raw, raw, scale, dtype)
             same = (out == expected)[~expected.isnan()]
             compared += same.numel()

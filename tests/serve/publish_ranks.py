@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention.mla_attention import reorg_kvcache
 from kimi_k3_serve.publish.chunks import upload
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
-from kimi_k3_serve.publish.publisher import Publisher, dequantise
+from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.publish.ranks import RendezvousTimeout
 from kimi_k3_serve.symmetric import allocate
 
@@ -71,6 +71,7 @@ class World:
             rank=self.rank,
             world_size=self.world_size,
             device=CPU,
+            tiles=True,
             gathered=True,
         )
 
@@ -103,11 +104,11 @@ class World:
         return kv_c.squeeze(1), k_pe.squeeze(1)
 
     def gather(
-        self, source: Any, index: int, slot: int, ubatch: int = 0
+        self, source: Any, index: int, slot: int, ubatch: int = 0, scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.tables[self.rank][self.chunks[index].request_slice]
         answer: tuple[torch.Tensor, torch.Tensor] = source.gather(
-            self.cache, table, self.device_chunks[index], slot=slot, ubatch=ubatch
+            self.cache, table, self.device_chunks[index], slot=slot, ubatch=ubatch, scale=scale
         )
         return answer
 
@@ -118,7 +119,14 @@ class World:
                 raise Differs(f"{name} of chunk {index}")
 
 
-def publisher(world: World, implementation: str, *, ubatches: int = 1, timeout_s: float = 30.0) -> Publisher:
+def publisher(
+    world: World,
+    implementation: str,
+    *,
+    ubatches: int = 1,
+    timeout_s: float = 30.0,
+    model_dtype: torch.dtype = torch.bfloat16,
+) -> Publisher:
     item = world.dtype.itemsize
     layout = Layout(world.world_size, world.workspace, LATENT * item, ROPE * item, ubatches)
     group = dist.group.WORLD
@@ -131,6 +139,7 @@ def publisher(world: World, implementation: str, *, ubatches: int = 1, timeout_s
         transport="shared",
         implementation=implementation,
         timeout_s=timeout_s,
+        model_dtype=model_dtype,
     )
     dist.barrier()
     return made
@@ -161,7 +170,7 @@ def bytes_equal(rank: int, world_size: int, implementation: str, dtype: torch.dt
             for whole in source.planes[0][slot]:
                 assert (whole[high[slot] :].view(torch.uint8) == SENTINEL).all(), "a row beyond N was written"
         dist.barrier()  # the layer's output collective
-    assert int(source.rank.epochs[0]) % len(world.chunks) == 0  # type: ignore[attr-defined]
+    assert int(source.rank.epochs[0]) % len(world.chunks) == 0
 
 
 def collective_equal(rank: int, world_size: int, implementation: str) -> None:
@@ -173,15 +182,21 @@ def collective_equal(rank: int, world_size: int, implementation: str) -> None:
 
 
 def fp8_scaled(rank: int, world_size: int, implementation: str) -> None:
-    """What the consumer makes of e4m3 planes = stock, which scales each row before it moves them."""
+    """Scaled rows = stock, which scales each row before it moves them; the planes keep the cached bytes.
+
+    In float16: the interpreter truncates where it should round to bfloat16, and reads the two e4m3 NaNs as numbers.
+    """
     world = World(rank, world_size, torch.float8_e4m3fn, CONTEXTS, workspace=16)
-    source = publisher(world, implementation)
+    world.raw[(world.raw & 0x7F) == 0x7F] = 0x7E
+    source = publisher(world, implementation, model_dtype=torch.float16)
     scale = torch.tensor([0.3717])
     for index in range(len(world.chunks)):
-        planes = dequantise(*world.gather(source, index, index % SLOTS), scale, torch.bfloat16)
-        for plane, expected in zip(planes, world.expected(index), strict=True):
-            stock = (expected.view(torch.float8_e4m3fn).float() * scale).to(torch.bfloat16)
-            assert torch.equal(plane.view(torch.int16), stock.view(torch.int16))
+        rows = world.gather(source, index, index % SLOTS, scale=scale)
+        for row, expected in zip(rows, world.expected(index), strict=True):
+            stock = (expected.view(torch.float8_e4m3fn).float() * scale).to(torch.float16)
+            if not torch.equal(row.view(torch.int16), stock.view(torch.int16)):
+                raise Differs(f"scaled rows of chunk {index}")
+        world.compare(index, source.valid(world.device_chunks[index], index % SLOTS, 0))
 
 
 def ubatches_apart(rank: int, world_size: int, implementation: str) -> None:
@@ -193,7 +208,7 @@ def ubatches_apart(rank: int, world_size: int, implementation: str) -> None:
         held[0] = worlds[0].gather(source, index, index % SLOTS, ubatch=0)
     worlds[0].compare(2, held[0])
     worlds[1].compare(0, held[1])
-    assert [int(epoch) for epoch in source.rank.epochs] == [3, 1]  # type: ignore[attr-defined]
+    assert [int(epoch) for epoch in source.rank.epochs] == [3, 1]
 
 
 def lifetimes(
@@ -214,7 +229,8 @@ def lifetimes(
     assert len(world.chunks) == 3
     source = publisher(world, implementation)
     late = rank == world_size - 1
-    push, wait, epochs = source.rank.push, source.rank.wait, source.rank.epochs  # type: ignore[attr-defined]
+    push, pause, epochs = source.rank.push, source.rank.wait, source.rank.epochs
+    split = where == "before waiting" or mutate == "no wait"
 
     at = (0, 0)
 
@@ -225,18 +241,18 @@ def lifetimes(
             elif at == (0, 1 if mutate == "one slot" else 2):
                 time.sleep(MUTATION_DELAY_S)
 
-    def delayed_push(*arguments: Any) -> None:
+    def delayed_push(*arguments: Any, wait: bool) -> None:
+        """One launch for both steps where nothing is to come between them."""
         delay("before publishing")
         if mutate == "frozen epoch":
             epochs[0] = 0
-        push(*arguments)
+        push(*arguments, wait=wait and not split)
+        if split:
+            delay("before waiting")
+            if mutate != "no wait":
+                pause(*arguments[-2:])
 
-    def delayed_wait(*arguments: Any) -> None:
-        delay("before waiting")
-        if mutate != "no wait":
-            wait(*arguments)
-
-    source.rank.push, source.rank.wait = delayed_push, delayed_wait  # type: ignore[method-assign]
+    source.rank.push = delayed_push  # type: ignore[method-assign,assignment]
     wrong = []
     for layer in range(3):
         # Other rows in each layer, so that a stale plane cannot pass for a fresh one.

@@ -105,7 +105,7 @@ def test_a_chunk_larger_than_a_plane_is_refused_before_a_row_moves() -> None:
 )
 def test_a_cache_that_does_not_fit_the_planes_is_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(PublishError, match=message):
-        one_rank(layout(world_size=1)).words(cache)
+        one_rank(layout(world_size=1)).check(cache)
 
 
 def test_what_cannot_be_published_has_a_reason() -> None:

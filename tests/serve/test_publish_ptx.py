@@ -10,58 +10,81 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kimi_k3_serve.publish import kernel
+from kimi_k3_serve.publish.chunks import TILE_ROWS
 from kimi_k3_serve.publish.ranks import TILE_BYTES
 
-INT32 = {"cache_ptr", "block_table_ptr", "rows_ptr", "num_local_rows_ptr", "finished_ptr"}
+tl = kernel.tl
 
 
-def ptx(function: Any, constants: dict[str, Any], types: dict[str, str] | None = None) -> str:
-    signature = {}
-    for name in function.arg_names:
-        pointer = "*i32" if name in INT32 else "*i64"
-        default = pointer if name.endswith("_ptr") else "i64" if name.endswith(("address", "_ns")) else "i32"
-        signature[name] = "constexpr" if name in constants else (types or {}).get(name, default)
-    # What a launch finds out by itself: addresses, strides and offsets are multiples of 16.
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name not in constants
-    }
-    source = ASTSource(function, signature, constants, aligned)
-    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+def ptx(function: Any, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any) -> str:
+    """Compiled as a launch does: every argument is an integer of 64 bits that nothing is known of."""
+    signature = (
+        dict.fromkeys(function.arg_names, "i64") | (types or {}) | dict.fromkeys(constants, "constexpr")
+    )
+    source = ASTSource(function, signature, constants, {})
+    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options or None).asm["ptx"]
     return text
 
 
-def publish(*, multicast: bool, world_size: int = 2, words: tuple[int, int] = (256, 32)) -> str:
-    return ptx(
-        kernel.publish_kernel,
-        {
-            "BLOCK_SIZE": 64,
-            "LATENT_WORDS": words[0],
-            "ROPE_WORDS": words[1],
-            "RANK": 0,
-            "WORLD_SIZE": world_size,
-            "ROWS": TILE_BYTES // (4 * words[0]),
-            "MULTICAST": multicast,
-        },
-    )
+def group(world_size: int) -> dict[str, Any]:
+    return {"WORLD_SIZE": world_size, "LANES": world_size, "PTX": True}
 
 
-@pytest.mark.parametrize("words", [(256, 32), (128, 16)], ids=["bf16", "fp8"])
-def test_multicast_stores_rows_by_multimem_alone(words: tuple[int, int]) -> None:
-    text = publish(multicast=True, words=words)
+def publish(
+    *, multicast: bool, world_size: int = 2, item: int = 2, scaled: bool = False, wait: bool = True
+) -> str:
+    """The publishing kernel of rows of 512 + 64 elements of `item` bytes, of which 65,536 fit a plane."""
+    latent, rope, word = 512 * item, 64 * item, 1 if scaled else 4
+    constants = group(world_size) | {
+        "BLOCK_SIZE": 64,
+        "BLOCK_STRIDE": 64 * (latent + rope) // word,
+        "ROW_STRIDE": (latent + rope) // word,
+        "LATENT": latent // word,
+        "ROPE": rope // word,
+        "KV_C_OFFSET": 128,
+        "K_PE_OFFSET": 128 + 65536 * latent,
+        "WORD": tl.uint8 if scaled else tl.int32,
+        "OUT": tl.bfloat16,
+        "ROWS": TILE_BYTES // latent,
+        "RANK": 0,
+        "MULTICAST": multicast,
+        "SCALED": scaled,
+        "WAIT": wait,
+    }
+    return ptx(kernel.publish_kernel, constants)
+
+
+def stores(text: str) -> int:
+    """Of 16 bytes; every other store is of 8: counter and epoch, and four words of a report where there is a wait."""
+    wide = len(re.findall(r"st\.global\.v4\.b32", text))
+    others = len(re.findall(r"\bst\.global", text)) - wide
+    assert others == len(re.findall(r"st\.global\.b64", text)) == (6 if "%globaltimer" in text else 2)
+    return wide
+
+
+@pytest.mark.parametrize("item", [2, 1], ids=["bf16", "fp8"])
+def test_multicast_stores_rows_by_multimem_alone(item: int) -> None:
+    text = publish(multicast=True, item=item)
     assert "multimem.st.relaxed.sys.global.v4.f32" in text
-    assert not re.search(r"st\.global\.v", text)  # what is stored plainly are counter and epoch
-    assert len(re.findall(r"\bst\.global", text)) == 2
+    assert stores(text) == 0
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("words", [(256, 32), (128, 16)], ids=["bf16", "fp8"])
-def test_peer_stores_16_bytes_at_a_time_to_every_rank(words: tuple[int, int], world_size: int) -> None:
-    text = publish(multicast=False, words=words, world_size=world_size)
+@pytest.mark.parametrize("item", [2, 1], ids=["bf16", "fp8"])
+def test_peer_stores_16_bytes_at_a_time_to_every_rank(item: int, world_size: int) -> None:
+    text = publish(multicast=False, item=item, world_size=world_size)
     assert "multimem" not in text
     loads = len(re.findall(r"ld\.global\.v4\.b32", text))
-    stores = len(re.findall(r"st\.global\.v4\.b32", text))
-    assert loads > 0 and stores == world_size * loads
-    assert len(re.findall(r"\bst\.global", text)) == stores + 2
+    assert loads > 0 and stores(text) == world_size * loads
+
+
+@pytest.mark.parametrize("multicast", [True, False])
+def test_rows_scaled_on_the_way_cost_no_second_load(multicast: bool) -> None:
+    """Bytes to every rank, and twice as many, rounded to nearest, to this rank's own output."""
+    text = publish(multicast=multicast, item=1, scaled=True, wait=False)
+    loads = len(re.findall(r"ld\.global\.v4\.b32", text))
+    assert loads > 0 and stores(text) == (2 + 2 * (not multicast)) * loads
+    assert "cvt.rn.f16x2.e4m3x2" in text and "cvt.rn.bf16x2.f32" in text
 
 
 @pytest.mark.parametrize("multicast", [True, False])
@@ -72,16 +95,36 @@ def test_signals_are_released_after_all_programs_were_acquired(multicast: bool) 
     assert len(signals) == 4 and counter < min(signals)
     last_row = max(m.start() for m in re.finditer(r"multimem\.st|st\.global\.v4", text))
     assert last_row < text.rindex("bar.sync", 0, counter) < counter
+    wait = text.index("atom.global.sys.acquire.add")
+    assert max(signals) < wait  # no program waits before this rank's own signal is out
 
 
 def test_wait_acquires_reads_the_clock_and_can_end_the_kernel() -> None:
-    text = ptx(kernel.wait_kernel, {"RANK": 1, "WORLD_SIZE": 8, "LANES": 8, "PTX": True})
+    text = ptx(kernel.wait_kernel, group(8), num_warps=1)
     assert "atom.global.sys.acquire.add" in text
     assert "%globaltimer" in text and "trap;" in text
+    unwaited = publish(multicast=False, wait=False)
+    assert "atom.global.sys.acquire.add" not in unwaited and "trap;" not in unwaited
+
+
+def test_scaling_waits_before_it_reads_a_row() -> None:
+    constants = group(2) | {
+        "LATENT": 512,
+        "ROPE": 64,
+        "KV_C_OFFSET": 128,
+        "K_PE_OFFSET": 128 + 65536 * 512,
+        "OUT": tl.bfloat16,
+        "ROWS": TILE_ROWS,
+    }
+    text = ptx(kernel.scale_kernel, constants)
+    wide = [m.start() for m in re.finditer(r"ld\.global\.(?:v4\.b32|v2\.b32|v2\.b64|b64)", text)]
+    assert text.rindex("atom.global.sys.acquire.add") < max(wide)
+    assert "ld.global.b8" not in text
+    assert stores(text) == 18
 
 
 def test_dequantise_compiles_for_e4m3() -> None:
-    types = {"raw_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    types = {"raw_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32"}
     text = ptx(kernel.dequantise_kernel, {"BLOCK": 4096}, types)
     assert "cvt.rn.f16x2.e4m3x2" in text
     assert "cvt.rn.bf16x2.f32" in text  # to nearest

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The publication over NVLink: one process a GPU, against stock's path over NCCL.
+
+    torchrun --nproc-per-node 2 tests/gpu/publish_two_gpus.py --json FILE
+
+Prints one line a check and exits with 1 if one failed. All rows are compared on the device, with nothing that would
+keep the ranks in step: what they share is the publication and, at a layer's end, its output collective.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from publish_stock import Inputs, Stock
+from publish_world import LATENT, ROPE
+
+from kimi_k3_serve.publish.layout import SLOTS, Layout
+from kimi_k3_serve.publish.publisher import Publisher
+from kimi_k3_serve.symmetric import allocate
+
+CAPACITY = 65536
+DELAY = 2_000_000
+"""Clock cycles: about a millisecond, many times a publication."""
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+KINDS = ((BF16, BF16, 1.0), (FP16, FP16, 1.0), (FP8, BF16, 1.0), (FP8, BF16, 0.37), (FP8, FP16, 0.0123))
+"""Dtypes of cache and model, and `k_scale`."""
+CHUNKS: tuple[tuple[list[int], list[int] | None], ...] = (
+    ([700, 1, 64, 1300, 3], None),
+    ([1], None),  # this rank or the other has no row at all
+    ([2000, 40], [64, 0]),  # a continuation
+    ([CAPACITY], None),
+    ([1000] * 64, None),
+)
+
+
+class World:
+    """This rank among W, and what it needs for its checks."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the last check costs a rank its CUDA context
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.host_group = dist.new_group(backend="gloo")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stock = Stock(dist.group.WORLD)
+        self.one = torch.ones(1, device=self.device)
+
+    def publisher(
+        self, dtype: torch.dtype, model_dtype: torch.dtype = BF16, timeout_s: float = 60
+    ) -> Publisher:
+        layout = Layout(self.size, CAPACITY, LATENT * dtype.itemsize, ROPE * dtype.itemsize)
+        region = allocate("peer", layout.nbytes, dist.group.WORLD, self.device, host_group=self.host_group)
+        return Publisher(
+            region,
+            layout,
+            dtype,
+            transport="peer",
+            implementation="triton",
+            timeout_s=timeout_s,
+            model_dtype=model_dtype,
+        )
+
+    def inputs(self, contexts: list[int], dtype: torch.dtype, **changes: Any) -> Inputs:
+        return Inputs(contexts, dtype, self.rank, self.size, **changes)
+
+    def output_collective(self) -> None:
+        """What ends a layer."""
+        dist.all_reduce(self.one)
+
+
+def gather(source: Publisher, inputs: Inputs, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = inputs.scale if inputs.quantised else None
+    return source.gather(inputs.cache, inputs.table, inputs.chunk, slot=slot, scale=scale)
+
+
+def differing(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Rows that are not equal bit for bit; on the device."""
+    return sum(  # type: ignore[return-value]
+        (a.view(torch.uint8) != b.view(torch.uint8)).any(dim=1).sum()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def rows_are_stocks(world: World) -> dict[str, Any]:
+    """bf16, fp16 and fp8 of several scales and model dtypes, chunks of 1 row to a full workspace."""
+    wrong, rows = torch.zeros((), dtype=torch.int64, device=world.device), 0
+    for dtype, model_dtype, scale in KINDS:
+        source = world.publisher(dtype, model_dtype)
+        for index, (contexts, starts) in enumerate(CHUNKS):
+            inputs = world.inputs(
+                contexts, dtype, seed=index, starts=starts, scale=scale, model_dtype=model_dtype
+            )
+            wanted = world.stock(inputs)
+            found = gather(source, inputs, index % SLOTS)
+            wrong += differing(found, wanted)
+            if inputs.quantised:  # and the planes hold the cached bytes
+                planes = source.valid(inputs.chunk, index % SLOTS, 0)
+                wrong += differing(tuple((p.float() * inputs.scale).to(model_dtype) for p in planes), wanted)
+            rows += inputs.chunk.num_rows
+        torch.cuda.synchronize()
+        dist.barrier()
+    return {"wrong": wrong, "rows": rows, "stock": world.stock.name}
+
+
+def lifetimes_hold(world: World) -> dict[str, Any]:
+    """Layers of three chunks, either rank late before publishing, before waiting or while consuming."""
+    source = world.publisher(BF16)
+    pool = [world.inputs([3000 + 7 * seed, 11], BF16, seed=seed) for seed in range(9)]
+    expected = [tuple(plane.clone() for plane in world.stock(inputs)) for inputs in pool]
+    wrong, publications = torch.zeros((), dtype=torch.int64, device=world.device), 0
+    for late in range(world.size):
+        for where in ("before publishing", "before waiting", "while consuming"):
+
+            def delay(here: str, late: int = late, where: str = where) -> None:
+                if world.rank == late and here == where:
+                    torch.cuda._sleep(DELAY)
+
+            for index, (inputs, wanted) in enumerate(zip(pool, expected, strict=True)):
+                slot = index % 3 % SLOTS
+                delay("before publishing")
+                source.rank.push(
+                    inputs.cache, inputs.table, inputs.chunk, slot, 0, wait=where != "before waiting"
+                )
+                if where == "before waiting":
+                    delay(where)
+                    source.rank.wait(slot, 0)
+                delay("while consuming")
+                wrong += differing(source.valid(inputs.chunk, slot, 0), wanted)
+                publications += 1
+                if index % 3 == 2:
+                    world.output_collective()
+    return {"wrong": wrong, "publications": publications}
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """The work as a CUDA graph: call to replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events
+        work()
+    return graph.replay
+
+
+def graphs_replay(world: World, dtype: torch.dtype, replays: int) -> dict[str, Any]:
+    """A graph of two publications; maps, counts and rows change between replays, on the device."""
+    source, contexts = world.publisher(dtype), [[2048], [1500], [7], [2047], [1]]
+    pool = [world.inputs(context, dtype, seed=seed) for seed, context in enumerate(contexts)]
+    expected = [tuple(plane.clone() for plane in world.stock(inputs)) for inputs in pool]
+    static = world.inputs([2048], dtype, seed=99)
+    wanted = tuple(torch.zeros_like(plane) for plane in expected[0])
+    num_rows = torch.zeros((), dtype=torch.int64, device=world.device)
+    wrong, row = (
+        torch.zeros((), dtype=torch.int64, device=world.device),
+        torch.arange(2048, device=world.device),
+    )
+
+    def load(which: int) -> None:
+        inputs, target = pool[which], static.chunk
+        target.rows[:, : inputs.chunk.capacity].copy_(inputs.chunk.rows)
+        target.num_local_rows.copy_(inputs.chunk.num_local_rows)
+        target.memory[2].copy_(inputs.chunk.memory[2])  # how many tiles
+        target.tiles[: inputs.chunk.num_tiles].copy_(inputs.chunk.tiles)
+        static.cache.view(torch.uint8)[: len(inputs.cache)].copy_(inputs.cache.view(torch.uint8))
+        static.table[:, : inputs.table.shape[1]].copy_(inputs.table)
+        for plane, rows in zip(wanted, expected[which], strict=True):
+            plane[: len(rows)].copy_(rows)
+        num_rows.fill_(inputs.chunk.num_rows)
+
+    def step(slot: int) -> None:
+        for found, plane in zip(gather(source, static, slot), wanted, strict=True):
+            differs = (found.view(torch.uint8) != plane.view(torch.uint8)).any(dim=1)
+            wrong.add_((differs & (row < num_rows)).sum())
+
+    load(0)
+    for slot in range(SLOTS):  # everything compiled and loaded before it is captured
+        step(slot)
+    before, replay_both = int(source.rank.epochs[0]), captured(lambda: [step(slot) for slot in range(SLOTS)])
+    chance = random.Random(world.rank)
+    for replay in range(replays):
+        if replay % 20 == 0:
+            torch.cuda.synchronize()
+            dist.barrier()
+            load(replay // 20 % len(pool))
+            torch.cuda.synchronize()
+            dist.barrier()
+        if chance.random() < 0.1:
+            torch.cuda._sleep(chance.randrange(1000, 200_000))
+        replay_both()
+    torch.cuda.synchronize()
+    assert int(source.rank.epochs[0]) - before == SLOTS * replays, "the epoch did not advance as it should"
+    return {"wrong": wrong, "replays": replays}
+
+
+def soak(world: World, dtype: torch.dtype, publications: int, *, waits: bool = True) -> dict[str, Any]:
+    """Random chunks, random layers, random delays on either rank. With waits=False the control: rows must differ."""
+    source, shared = world.publisher(dtype), random.Random(1)
+    mine, pool = random.Random(2 + world.rank), []
+    for seed in range(24):
+        contexts = [shared.randrange(1, 1200) for _ in range(shared.randrange(1, 6))] if seed else [CAPACITY]
+        inputs = world.inputs(contexts, dtype, seed=seed)
+        pool.append((inputs, tuple(plane.clone() for plane in world.stock(inputs))))
+    wrong, slot, longest = torch.zeros((), dtype=torch.int64, device=world.device), 0, 0
+    torch.cuda.synchronize()
+    dist.barrier()
+
+    def delay() -> None:
+        if mine.random() < 0.2:
+            torch.cuda._sleep(mine.randrange(1000, 200_000))
+
+    for done in range(publications):
+        inputs, wanted = shared.choice(pool)
+        longest = max(longest, inputs.chunk.num_rows)
+        delay()
+        if waits:
+            found = gather(source, inputs, slot)
+        else:
+            source.rank.push(inputs.cache, inputs.table, inputs.chunk, slot, 0)
+            found = source.valid(inputs.chunk, slot, 0)
+        delay()
+        wrong += differing(found, wanted)
+        slot = (slot + 1) % SLOTS
+        if shared.random() < 0.3:
+            world.output_collective()
+            slot = 0
+        if done % 1000 == 999:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return {"wrong": wrong, "publications": publications, "rows_of_largest": longest}
+
+
+def late_rank_is_named(world: World) -> dict[str, Any]:
+    """The last check: it costs rank 0 its CUDA context."""
+    source, inputs = world.publisher(BF16), world.inputs([9], BF16)
+    gather(source, inputs, 0)
+    torch.cuda.synchronize()
+    dist.barrier(world.host_group)
+    said = ""
+    if world.rank == 0:
+        source.rank.timeout_s = 0.5  # type: ignore[attr-defined]
+        gather(source, inputs, 1)
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            said = "CUDA error; "
+        try:
+            source.rank.raise_if_late()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            said += str(error)
+    dist.barrier(world.host_group)
+    wanted = "CUDA error; rank 0: rank 1 did not publish epoch 2 into slot 1 of ubatch 0 within 0.5 s"
+    assert world.rank != 0 or said.startswith(wanted), said
+    return {"said": said}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--publications", type=int, default=10_000)
+    parser.add_argument("--replays", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    world, verdicts = World(), {}
+    device_name = torch.cuda.get_device_name()
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "rows are stock's": lambda: rows_are_stocks(world),
+        "lifetimes hold with either rank late": lambda: lifetimes_hold(world),
+        "graph replays bf16": lambda: graphs_replay(world, BF16, args.replays),
+        "graph replays fp8, scaled": lambda: graphs_replay(world, FP8, args.replays),
+        "soak bf16": lambda: soak(world, BF16, args.publications),
+        "soak fp8, scaled": lambda: soak(world, FP8, args.publications // 2),
+        "control: without the wait rows differ": lambda: soak(world, BF16, 300, waits=False),
+        "a late rank is named": lambda: late_rank_is_named(world),
+    }
+    for name, check in checks.items():
+        begun = time.monotonic()
+        try:
+            facts = check()
+            if (wrong := facts.pop("wrong", None)) is not None:
+                dist.all_reduce(wrong)
+                facts["wrong_rows"] = int(wrong)
+            ok = (facts.get("wrong_rows", 0) == 0) != name.startswith("control")
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # what follows cannot run: the ranks are no longer in step
+            facts, ok = {"error": f"{type(error).__name__}: {error}"}, False
+        verdicts[name] = {"ok": ok, **facts, "seconds": round(time.monotonic() - begun, 1)}
+        if world.rank == 0 or "error" in facts:
+            print(f"{'ok' if ok else 'FAILED':<6} {name}: {verdicts[name]}", flush=True)
+        if "error" in facts:
+            break
+    passed = len(verdicts) == len(checks) and all(verdict["ok"] for verdict in verdicts.values())
+    if world.rank == 0 and args.json:
+        facts = {
+            "world_size": world.size,
+            "device": device_name,
+            "torch": torch.__version__,
+            "passed": passed,
+            "checks": verdicts,
+        }
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0 if passed else 1)  # no clean-up: rank 0 has lost its CUDA context
+
+
+if __name__ == "__main__":
+    main()
