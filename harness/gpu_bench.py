@@ -62,8 +62,9 @@ SLICES = {
     "kimi-k3": Load("0.15,0.3", requests=10, cohort_size=5, output_tokens=32, kv_bytes=GIB),
     "mla": Load("0.1,0.2", requests=10, cohort_size=5, output_tokens=32, kv_bytes=round(3.6 * GIB)),
 }
-"""One rate far below what two H200 serve of the slice, and one near it; TP2 keeps about 420,000 tokens, three of the
-longest prompts being more than that."""
+SLICE_RANKS = 2
+"""One rate far below what so many H200 serve of the slice, and one near it; TP2 keeps about 420,000 tokens: three of
+the longest prompts are more."""
 PARITY_LENGTHS = (40, 513, 1800, 4100, 9000, 20_000, 33_000, 60_000)
 """Around blocks and chunks of 8,192 tokens, and across several of them."""
 
@@ -148,6 +149,13 @@ def profile_of(arguments: argparse.Namespace, gpus: Sequence[str]) -> tuple[str,
     return profile, tuple(arguments.arms.split(",")) if arguments.arms else names
 
 
+def rates_of(arguments: argparse.Namespace, load: Load, arms: Sequence[Arm]) -> tuple[float, ...]:
+    """As asked for, else the load's own, a slice's in proportion to the ranks that serve it."""
+    if arguments.rates or load is WHOLE:
+        return parse_rates(arguments.rates or load.rates)
+    return tuple(rate * arms[0].tp / SLICE_RANKS for rate in parse_rates(load.rates))
+
+
 def docker_plan(arguments: argparse.Namespace, profile: str, arms: tuple[Arm, ...]) -> docker_pair.DockerPlan:
     """Raises UserError for what is missing."""
     if not arguments.image:
@@ -164,7 +172,7 @@ def docker_plan(arguments: argparse.Namespace, profile: str, arms: tuple[Arm, ..
         arms=arms,
         model=model or write_slice(arguments.slice, arguments.cache),
         seeded=model is None,
-        rates=parse_rates(arguments.rates or load.rates),
+        rates=rates_of(arguments, load, arms),
         requests=arguments.requests or load.requests,
         cohort_size=arguments.cohort_size or load.cohort_size,
         output_tokens=arguments.output_tokens or load.output_tokens,
@@ -187,7 +195,7 @@ def resident_plan(
     options = Options(
         out=arguments.out or Path("results") / f"{profile.removeprefix('slice-')}-{arguments.slice}",
         arms=arms,
-        rates=parse_rates(arguments.rates or load.rates),
+        rates=rates_of(arguments, load, arms),
         absolute_rates=True,
         limits_s=(SOURCE_LIMITS_S["15"], SOURCE_LIMITS_S["25"]),
         scale=scale,

@@ -61,7 +61,7 @@ class Serving:
 
 def longest_context(tokens: int, scale: float, output_tokens: int, *others: int) -> int:
     """--max-model-len: room for the longest prompt (`tokens` before scaling) and its answer, and for `others`."""
-    return max(math.ceil(tokens * scale) + output_tokens, *others) + 1
+    return max((math.ceil(tokens * scale) + output_tokens, *others)) + 1
 
 
 def on_cpu(program: Sequence[str], model: Path, kv_bytes: int, max_model_len: int) -> Serving:

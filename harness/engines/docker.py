@@ -172,6 +172,8 @@ def command_line(container: Container) -> list[str]:
     words += ["--init"] if container.init else []
     for name, value in container.ulimits.items():
         words += ["--ulimit", f"{name}={value}"]
+    for name, value in container.environment.items():
+        words += ["--env", f"{name}={value}"]
     for option, values in (("--cap-drop", container.cap_drop), ("--security-opt", container.security_opt)):
         words += [word for value in values for word in (option, value)]
     for target, options in container.tmpfs.items():
