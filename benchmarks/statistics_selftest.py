@@ -16,8 +16,9 @@ more so where the queue is long.
 
 The truth is exact where arms differ by an overhead only; where one serves more slowly, the queue multiplies the
 difference, and the truth is the mean estimate over further simulated pairs (its standard error is printed).
-Exit code 1 unless every required case covers the truth in 92-98 % of its pairs and declares a zero difference
-in at most 7 %. The cases that are not required show where the method ends.
+Exit code 1 unless every required case prints an interval in 90 % of its pairs, covers the truth in 92-98 % of
+those, and declares a zero difference in at most 7 %. The cases that are not required show where the method ends:
+near saturation it refuses to print an interval (harness/saturation.py).
 """
 
 import argparse
@@ -38,7 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness import __version__
+from harness.client import RequestRecord
 from harness.paired import launch_differences, paired_estimate, resolved
+from harness.saturation import waiting_share
 
 Floats = npt.NDArray[np.float64]
 Result = TypeVar("Result")
@@ -46,6 +49,7 @@ Result = TypeVar("Result")
 TRUTH_PAIRS = 2000
 COVERAGE = (0.92, 0.98)
 MAX_FALSE = 0.07
+MIN_PRINTED = 0.90
 LAUNCH_SPREAD, REQUEST_SPREAD = 0.01, 0.03
 
 
@@ -70,6 +74,8 @@ CASES = (
     Case("5 % slower service, light load", True, load=0.4, factor=1.05, overhead_s=0.0),
     Case("no difference, two launches (ABBA)", True, load=0.6, factor=1.0, overhead_s=0.0, launches=2),
     Case("5 % slower service, two launches (ABBA)", True, load=0.6, factor=1.05, overhead_s=0.0, launches=2),
+    Case("5 % slower service, busier", False, load=0.7, factor=1.05, overhead_s=0.0),
+    Case("5 % slower service, busy", False, load=0.8, factor=1.05, overhead_s=0.0),
     Case("no difference, near saturation", False, load=0.9, factor=1.0, overhead_s=0.0),
     Case("5 % slower service, near saturation", False, load=0.85, factor=1.05, overhead_s=0.0),
 )
@@ -84,15 +90,15 @@ def service_s(tokens: Floats) -> Floats:
 MEAN_SERVICE_S = float(service_s(np.linspace(60_000, 180_000, 10_001)).mean())
 
 
-def simulate(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats]:
-    """TTFT (launches, requests) of the two arms over one new trace."""
+def simulate(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+    """Due times (requests) of one new trace, and TTFT (launches, requests) of the two arms over it."""
     n = case.cohorts * case.cohort_size
     tokens = generator.permutation(60_000 + (np.arange(n) + generator.random(n)) / n * 120_000)
     gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
     arms = np.repeat([1.0, case.factor], case.launches)[:, None]
     launches = np.exp(generator.normal(0, LAUNCH_SPREAD, (2 * case.launches, 1)))
     ttft = _serve(service_s(tokens) * arms * launches, gaps, generator)
-    return ttft[: case.launches], ttft[case.launches :] + case.overhead_s
+    return _due_s(gaps), ttft[: case.launches], ttft[case.launches :] + case.overhead_s
 
 
 def simulate_cell(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats]:
@@ -100,7 +106,11 @@ def simulate_cell(case: Case, generator: np.random.Generator) -> tuple[Floats, F
     n = case.cohorts * case.cohort_size
     tokens = generator.permutation(60_000 + (np.arange(n) + generator.random(n)) / n * 120_000)
     gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
-    return np.concatenate(([0.0], np.cumsum(gaps))), _serve(service_s(tokens)[None], gaps, generator)[0]
+    return _due_s(gaps), _serve(service_s(tokens)[None], gaps, generator)[0]
+
+
+def _due_s(gaps: Floats) -> Floats:
+    return np.concatenate(([0.0], np.cumsum(gaps)))
 
 
 def _serve(service: Floats, gaps: Floats, generator: np.random.Generator) -> Floats:
@@ -113,28 +123,36 @@ def _serve(service: Floats, gaps: Floats, generator: np.random.Generator) -> Flo
 
 
 def point_estimate(case: Case, seed: int) -> float:
-    first, other = simulate(case, np.random.default_rng([1, seed]))
+    _, first, other = simulate(case, np.random.default_rng([1, seed]))
     return float(np.mean([np.median(b - a) for a in first for b in other]))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    estimate_s: float
     low_s: float
     high_s: float
     declared: bool
 
 
-def measure(case: Case, seed: int) -> Outcome:
-    """One pair through the harness's own code."""
-    first, other = simulate(case, np.random.default_rng([2, seed]))
+def measure(case: Case, seed: int) -> Outcome | None:
+    """One pair through the harness's own code; None where that refuses an interval."""
+    due_s, first, other = simulate(case, np.random.default_rng([2, seed]))
     arm_a, arm_b = _launches(first), _launches(other)
     cohort_of = {name: index // case.cohort_size for index, (_, name) in enumerate(arm_a[0])}
-    estimate = paired_estimate(arm_a, arm_b, cohort_of)
-    assert estimate.interval is not None and estimate.median_s is not None, estimate.reason
+    waiting = max(float(np.mean([_waiting(due_s, row) for row in arm])) for arm in (first, other))
+    estimate = paired_estimate(arm_a, arm_b, cohort_of, waiting=waiting)
+    if estimate.interval is None:
+        return None
     floor = max(abs(value) for launches in (arm_a, arm_b) for value in launch_differences(launches))
-    return Outcome(
-        estimate.median_s, estimate.interval.low, estimate.interval.high, resolved(estimate, floor)
+    return Outcome(estimate.interval.low, estimate.interval.high, resolved(estimate, floor))
+
+
+def _waiting(due_s: Floats, ttft_s: Floats) -> float:
+    return waiting_share(
+        [
+            RequestRecord(str(index), 0, "default", 1, 1, due_s=due, first_token_s=due + ttft)
+            for index, (due, ttft) in enumerate(zip(due_s.tolist(), ttft_s.tolist(), strict=True))
+        ]
     )
 
 
@@ -144,16 +162,21 @@ def _launches(ttft: Floats) -> list[dict[tuple[int, str], float]]:
 
 @dataclass(frozen=True)
 class CaseResult:
+    """Shares: `printed`, `wrong` (printed without the truth) and `declared` of all pairs; the others of those with an
+    interval (null: none)."""
+
     case: Case
     pairs: int
     truth_s: float
     truth_standard_error_s: float
-    coverage: float
-    truth_below: float
-    truth_above: float
-    excludes_zero: float
+    printed: float
+    coverage: float | None
+    wrong: float
+    truth_below: float | None
+    truth_above: float | None
+    excludes_zero: float | None
     declared: float
-    median_width_s: float
+    median_width_s: float | None
     ok: bool | None
     """None where the case is not required."""
 
@@ -164,23 +187,33 @@ def run_case(case: Case, pairs: int, truth_pairs: int, pool: ProcessPoolExecutor
     else:
         estimates = np.array(_map(pool, partial(point_estimate, case), truth_pairs))
         truth, error = float(estimates.mean()), float(estimates.std(ddof=1) / math.sqrt(truth_pairs))
-    outcomes = _map(pool, partial(measure, case), pairs)
-    below = sum(truth < o.low_s for o in outcomes) / pairs
-    above = sum(truth > o.high_s for o in outcomes) / pairs
-    excludes_zero = sum(not o.low_s <= 0 <= o.high_s for o in outcomes) / pairs
-    coverage = 1 - below - above
-    fine = COVERAGE[0] <= coverage <= COVERAGE[1] and (truth != 0 or excludes_zero <= MAX_FALSE)
+    outcomes = [outcome for outcome in _map(pool, partial(measure, case), pairs) if outcome]
+
+    def share(of: Callable[[Outcome], bool]) -> float | None:
+        return sum(map(of, outcomes)) / len(outcomes) if outcomes else None
+
+    below, above = share(lambda o: truth < o.low_s), share(lambda o: truth > o.high_s)
+    excludes_zero = share(lambda o: not o.low_s <= 0 <= o.high_s)
+    coverage = share(lambda o: o.low_s <= truth <= o.high_s)
+    printed = len(outcomes) / pairs
+    fine = (
+        printed >= MIN_PRINTED
+        and COVERAGE[0] <= (coverage or 0.0) <= COVERAGE[1]
+        and (truth != 0 or (excludes_zero or 0.0) <= MAX_FALSE)
+    )
     return CaseResult(
         case=case,
         pairs=pairs,
         truth_s=truth,
         truth_standard_error_s=error,
+        printed=printed,
         coverage=coverage,
+        wrong=printed * (1 - (coverage or 0.0)),
         truth_below=below,
         truth_above=above,
         excludes_zero=excludes_zero,
         declared=sum(o.declared for o in outcomes) / pairs,
-        median_width_s=float(np.median([o.high_s - o.low_s for o in outcomes])),
+        median_width_s=float(np.median([o.high_s - o.low_s for o in outcomes])) if outcomes else None,
         ok=fine if case.required else None,
     )
 
@@ -191,19 +224,27 @@ def _map(pool: ProcessPoolExecutor, function: Callable[[int], Result], count: in
 
 def table(results: list[CaseResult]) -> str:
     lines = [
-        "| case | load | launches an arm | true difference | covered | truth below / above "
-        "| interval excludes 0 | declared | median width | required |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | load | launches an arm | true difference | interval printed | covered | printed and wrong "
+        "| truth below / above | interval excludes 0 | declared | median width | required |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in results:
         verdict = "not required" if r.ok is None else "met" if r.ok else "NOT MET"
         lines.append(
             f"| {r.case.name} | {r.case.load:g} | {r.case.launches} | {r.truth_s * 1e3:.1f} ms"
-            f" (± {r.truth_standard_error_s * 1e3:.1f}) | {r.coverage:.1%}"
-            f" | {r.truth_below:.1%} / {r.truth_above:.1%} | {r.excludes_zero:.1%} | {r.declared:.1%}"
-            f" | {r.median_width_s * 1e3:.0f} ms | {verdict} |"
+            f" (± {r.truth_standard_error_s * 1e3:.1f}) | {r.printed:.1%} | {_percent(r.coverage)} | {r.wrong:.1%}"
+            f" | {_percent(r.truth_below)} / {_percent(r.truth_above)} | {_percent(r.excludes_zero)}"
+            f" | {r.declared:.1%} | {_ms(r.median_width_s)} | {verdict} |"
         )
     return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
 def main() -> int:

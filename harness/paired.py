@@ -17,7 +17,8 @@ Its uncertainty has two parts that have nothing to do with each other:
   Components, ch. 4; Owen, The pigeonhole bootstrap, 2007).
 
 The interval is estimate -+ t * sqrt(sum), with Satterthwaite's (1946) degrees of freedom: few launches make it
-wide, as they should. `benchmarks/statistics_selftest.py` shows what it covers, and where it does not.
+wide, as they should. Near saturation a trace holds too few busy spells to tell how large a difference is
+(saturation.py): then there is none. `benchmarks/statistics_selftest.py` shows what the interval covers.
 """
 
 import math
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from scipy.stats import binomtest
 from scipy.stats import t as student
 
+from harness.saturation import memory_requests
 from harness.stats import CONFIDENCE, Interval
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +38,8 @@ Launch = Mapping[tuple[int, str], float]
 """TTFT of one launch of an arm at one rate, by (pass over the trace within this launch, request id)."""
 
 MIN_COHORTS = 30
+MIN_MEMORIES = 20
+"""As often as this a trace must be as long as the queue remembers."""
 LONGEST_RUN = 4
 REPLICATES = 1000
 SEED = 20_261_129
@@ -64,11 +68,13 @@ def paired_estimate(
     other: Sequence[Launch],
     cohort_of: Mapping[str, int],
     replicates: int = REPLICATES,
+    waiting: float = 0.0,
 ) -> PairedEstimate:
     """The median paired difference of TTFT with its interval.
 
     `cohort_of` gives each request's cohort. A request that failed (infinite TTFT) in one arm only counts as
-    an infinite difference; one that failed in both is left out. Cohorts are counted over all passes.
+    an infinite difference; one that failed in both is left out. Cohorts are counted over all passes. `waiting`
+    is the busier arm's share of requests that came while another one waited (`saturation.waiting_share`).
     """
     launches = (len(first), len(other))
     table = [[_deltas(a, b) for b in other] for a in first]
@@ -93,6 +99,13 @@ def paired_estimate(
     if cohorts < MIN_COHORTS:
         return answer(
             None, f"n too small: {cohorts} cohorts over all repeats, an interval needs {MIN_COHORTS}"
+        )
+    if n < MIN_MEMORIES * (memory := memory_requests(waiting)):
+        return answer(
+            None,
+            f"near saturation: {waiting:.0%} of the requests came while another one waited for its first token;"
+            f" so busy a queue remembers {memory:.0f} requests, and an interval needs {MIN_MEMORIES} times as many,"
+            f" not {n}",
         )
     if len(trace_cohorts) < 2:
         return answer(None, "the trace has one cohort: nothing to draw from")

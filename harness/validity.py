@@ -160,8 +160,9 @@ def engine_changes(engines: Sequence[Mapping[str, Any] | None]) -> list[str | No
 
     By `engine_identity`: ports, process ids and logs may differ.
     """
-    first = engine_identity(next((engine for engine in engines if engine), None) or {})
-    return [_difference(first, engine_identity(engine)) if engine else None for engine in engines]
+    identities = [engine_identity(engine) if engine else None for engine in engines]
+    first = next((identity for identity in identities if identity is not None), {})
+    return [None if identity is None else _difference(first, identity) for identity in identities]
 
 
 def _difference(first: Mapping[str, Any], engine: Mapping[str, Any]) -> str | None:

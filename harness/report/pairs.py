@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from harness.paired import (
@@ -15,6 +16,7 @@ from harness.paired import (
     paired_estimate,
     resolved,
 )
+from harness.saturation import waiting_share
 from harness.sla import CellVerdict, highest_passing, misses
 from harness.stats import Interval
 from harness.store import Cell
@@ -68,7 +70,8 @@ def _pair(
 ) -> dict[str, Any] | None:
     a, b = launches(first, rate, valid), launches(other, rate, valid)
     cohort_of = {r.id: r.cohort for cell in valid for r in cell.records}
-    estimate = paired_estimate(a, b, cohort_of)
+    waiting = max(_waiting(arm, rate, valid) for arm in (first, other))
+    estimate = paired_estimate(a, b, cohort_of, waiting=waiting)
     if not estimate.n:
         return None
     within = [abs(value) for launched in (a, b) for value in launch_differences(launched)]
@@ -80,6 +83,7 @@ def _pair(
         "ttft_delta_p50_s": estimate.median_s,
         "interval_s": as_json(estimate.interval),
         "no_interval": estimate.reason,
+        "waiting_share": waiting,
         "cohorts": estimate.cohorts,
         "launches": list(estimate.launches),
         "knows_launches": estimate.knows_launches,
@@ -90,6 +94,12 @@ def _pair(
             for name, limit in limits.items()
         },
     }
+
+
+def _waiting(arm: str, rate: float, valid: Sequence[Cell]) -> float:
+    """The mean over an arm's cells at a rate of `waiting_share`."""
+    cells = [cell for cell in valid if cell.key.arm == arm and cell.key.offered_qps == rate]
+    return fmean(waiting_share(cell.records) for cell in cells) if cells else 0.0
 
 
 def _missed(arm: str, rate: float, valid: Sequence[Cell], limit_s: float) -> dict[tuple[int, str], bool]:

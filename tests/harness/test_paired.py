@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from harness.client import RequestRecord
 from harness.paired import (
     Boundary,
     Launch,
@@ -15,6 +17,7 @@ from harness.paired import (
     resolved,
     run_length,
 )
+from harness.saturation import memory_requests, waiting_share
 
 COHORTS, SIZE = 32, 4
 NAMES = [f"r{index:04d}" for index in range(COHORTS * SIZE)]
@@ -152,3 +155,31 @@ def test_freedom_never_falls_below_that_of_the_part_with_least() -> None:
     apart = math.sqrt(4.4) * noise.std(ddof=1)
     found = _interval(0.0, np.array([[0.0, 0.0], [apart, apart]]), drawn, cohorts=36)
     assert 0.5 < found.high < 5.0  # t of one degree of freedom, 12.7, times a standard error of about 0.3
+
+
+def waiting_records(spans: list[tuple[float, float | None]]) -> list[RequestRecord]:
+    return [
+        RequestRecord(f"r{index}", 0, "default", 1, 1, due_s=due_s, first_token_s=answered_s)
+        for index, (due_s, answered_s) in enumerate(spans)
+    ]
+
+
+def test_the_share_that_waits_and_how_long_a_queue_remembers() -> None:
+    idle = waiting_records([(0.0, 0.9), (1.0, 1.9), (2.0, 2.9)])
+    half = waiting_records([(0.0, 1.5), (1.0, 1.8), (2.0, 2.9)])
+    unanswered = waiting_records([(2.0, 2.5), (0.0, None), (1.0, 1.1)])
+    assert [waiting_share(records) for records in (idle, half, unanswered)] == [0.0, 0.5, 1.0]
+    failed = replace(unanswered[1], done_s=0.5)  # it waits no more
+    assert waiting_share([failed, *idle[1:]]) == 0.0
+    assert waiting_share(idle[:1]) == 0.0
+    assert [memory_requests(share) for share in (0.0, 0.5, 1.0)] == [0.0, 4.0, math.inf]
+    assert memory_requests(0.9) == pytest.approx(180)
+
+
+def test_near_saturation_there_is_no_interval() -> None:
+    """128 requests: as long as 20 times the queue's memory up to a share of about 0.57."""
+    first, other = arm(1, [0.0, 0.0]), arm(2, [0.1, 0.1])
+    assert paired_estimate(first, other, COHORT_OF, waiting=0.5).interval is not None
+    refused = paired_estimate(first, other, COHORT_OF, waiting=0.85)
+    assert refused.interval is None and refused.median_s is not None and not resolved(refused, 0.0)
+    assert refused.reason is not None and refused.reason.startswith("near saturation: 85% of the requests")
