@@ -226,7 +226,9 @@ def write_proof(directory: Path, rank: int, args: argparse.Namespace, faults: Fa
         "kv_bytes": args.kv_cache_memory_bytes,
         "vllm": "0.0-fake",
         "pid": os.getpid(),
-        "used": [path for path in DCP_PATHS + GPU_PATHS if args.topology == "dcp2" and path != faults.unused_path],
+        "used": [
+            path for path in DCP_PATHS + GPU_PATHS if args.topology == "dcp2" and path != faults.unused_path
+        ],
     }
     (directory / f"rank-{rank}.json").write_text(json.dumps(proof))
 
