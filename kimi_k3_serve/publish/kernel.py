@@ -276,15 +276,13 @@ def wait_kernel(
 
 
 @triton.jit
-def scale_tiles(
-    plane, out, tiles, num_tiles, scale, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr
-):
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        row = tl.load(tiles + 2 * tile) + tl.arange(0, ROWS)
-        kept = (row < tl.load(tiles + 2 * tile + 1))[:, None]
-        place = row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        raw = tl.load(plane + place, mask=kept, other=0)
-        tl.store(pointer(out, OUT) + place, scaled(raw, scale, OUT), mask=kept)
+def scale_run(plane, out, begin, rows, scale, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr):
+    """Scale `rows` rows (at most ROWS) of a plane from row `begin` on: they lie one after the other."""
+    first = begin.to(tl.int64) * WIDTH
+    element = tl.arange(0, ROWS * WIDTH)
+    kept = element < rows * WIDTH
+    raw = tl.load(plane + first + element, mask=kept, other=0)
+    tl.store(pointer(out, OUT) + first + element, scaled(raw, scale, OUT), mask=kept)
 
 
 SCALE = ("memory", "state", "report", "slot_offset", "limit_ns", "chunk", "scale", "kv_c_out", "k_pe_out")
@@ -322,11 +320,12 @@ def scale_kernel(
     num_tiles = tl.load(header + 2)
     tiles = header + 16 + 3 * tl.load(header + 1)
     factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
-    kv_c = pointer(memory + slot_offset + KV_C_OFFSET, tl.uint8)
-    k_pe = pointer(memory + slot_offset + K_PE_OFFSET, tl.uint8)
-    # In two loops: in one, Triton 3.9 reads the planes byte by byte.
-    scale_tiles(kv_c, kv_c_out, tiles, num_tiles, factor, LATENT, ROWS, OUT)
-    scale_tiles(k_pe, k_pe_out, tiles, num_tiles, factor, ROPE, ROWS, OUT)
+    slot = pointer(memory + slot_offset, tl.uint8)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        begin = tl.load(tiles + 2 * tile)
+        rows = tl.load(tiles + 2 * tile + 1) - begin
+        scale_run(slot + KV_C_OFFSET, kv_c_out, begin, rows, factor, LATENT, ROWS, OUT)
+        scale_run(slot + K_PE_OFFSET, k_pe_out, begin, rows, factor, ROPE, ROWS, OUT)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["scale_ptr"])
