@@ -10,10 +10,11 @@ import torch
 from context_cases import chunks, geometry
 from vllm.model_executor.layers.attention.mla_attention import reorg_kvcache
 
-from kimi_k3_serve.context_map import PADDING, build_context_map, gathered_rows
+from kimi_k3_serve.context_map import PADDING, build_context_map, gathered_rows, remote_tiles
 
 WORLDS, INTERLEAVES = (2, 4, 8, 16), (1, 4, 16, 64)
 CASES_EACH = 64
+TILE_ROWS = 5
 
 
 def batches(world_size: int, interleave: int) -> Iterator[list[Any]]:
@@ -64,6 +65,13 @@ def test_rows_are_where_reorg_kvcache_puts_them(world_size: int, interleave: int
             starts = np.asarray(chunk.local_starts)[m.requests]
             begins = chunk.padded_local_cu_seq_lens.numpy()[m.requests]
             assert np.array_equal(m.positions, starts + np.arange(local_rows) - begins)
+        for rank, m in enumerate(maps):
+            tiles = remote_tiles(*geometry(chunk), rank=rank, world_size=world_size, tile_rows=TILE_ROWS)
+            sizes = tiles[:, 1] - tiles[:, 0]
+            assert tiles.dtype == np.int32 and (sizes >= 1).all() and (sizes <= TILE_ROWS).all()
+            covered = [row for begin, end in tiles.tolist() for row in range(begin, end)]
+            mine = m.destination_rows[m.destination_rows != PADDING]
+            assert np.array_equal(covered, np.setdiff1d(np.arange(m.num_rows), mine))
         seen["continuation"] += chunk.is_continuation
         seen["empty shard"] += any(not (m.destination_rows >= 0).any() for m in maps)
         seen["padding"] += bool((destinations == PADDING).any())
@@ -75,6 +83,13 @@ def test_the_example_of_the_docstring() -> None:
     maps = [build_context_map([3], [[3, 2]], [0], rank=rank, world_size=2) for rank in (0, 1)]
     assert [m.destination_rows.tolist() for m in maps] == [[0, 1, 2], [3, 4, -1]]
     assert maps[0].num_rows == 5
+
+
+def test_tiles_are_what_lies_between_this_ranks_runs() -> None:
+    """Two requests on two ranks: rows 0-2 and 3-4, then 5-5 and none."""
+    chunk = ([3, 1], [[3, 2], [1, 0]], [0, 0])
+    runs = [remote_tiles(*chunk, rank=rank, world_size=2, tile_rows=2).tolist() for rank in (0, 1)]
+    assert runs == [[[3, 5]], [[0, 2], [2, 3], [5, 6]]]
 
 
 def test_a_map_can_be_written_into_a_batchs_buffer() -> None:
