@@ -4,13 +4,14 @@
 from dataclasses import dataclass
 
 SLOTS = 2
+"""Ping-pong: what protocol.md shows to be enough where a chunk is consumed before the next one is published."""
 ALIGNMENT = 128
 """Bytes. Planes begin on their own cache line and, with rows of a multiple of 16, allow 16-byte accesses."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Two slots for each ubatch; a slot holds signals [W] int64, kv_c [capacity, L] and k_pe [capacity, P]."""
+    """Slots for each ubatch; a slot holds signals [W] int64, kv_c [capacity, L] and k_pe [capacity, P]."""
 
     world_size: int
     capacity: int
@@ -20,6 +21,7 @@ class Layout:
     rope_bytes: int
     """Bytes of one row of k_pe."""
     ubatches: int = 1
+    slots: int = SLOTS
 
     @property
     def kv_c_offset(self) -> int:
@@ -36,7 +38,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        return self.ubatches * SLOTS * self.slot_bytes
+        return self.ubatches * self.slots * self.slot_bytes
 
     def slot_offset(self, ubatch: int, slot: int) -> int:
         """Where a slot begins in a rank's memory.
@@ -44,11 +46,11 @@ class Layout:
         Raises:
             ValueError: no such ubatch or slot.
         """
-        if not (0 <= ubatch < self.ubatches and 0 <= slot < SLOTS):
+        if not (0 <= ubatch < self.ubatches and 0 <= slot < self.slots):
             raise ValueError(
-                f"ubatch {ubatch}, slot {slot}: there are {self.ubatches} ubatches of {SLOTS} slots"
+                f"ubatch {ubatch}, slot {slot}: there are {self.ubatches} ubatches of {self.slots} slots"
             )
-        return (ubatch * SLOTS + slot) * self.slot_bytes
+        return (ubatch * self.slots + slot) * self.slot_bytes
 
 
 def align(offset: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.publish.chunks import DeviceChunk
-from kimi_k3_serve.publish.layout import SLOTS, Layout
+from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.ranks import Rank, Scaled, TorchRank, TritonRank
 from kimi_k3_serve.symmetric.region import Region, view
 
@@ -98,7 +98,7 @@ class Publisher:
                         (layout.kv_c_offset, layout.k_pe_offset), self.widths, strict=True
                     )
                 )
-                for slot in range(SLOTS)
+                for slot in range(layout.slots)
             ]
             for ubatch in range(layout.ubatches)
         ]

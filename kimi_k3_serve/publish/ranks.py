@@ -10,7 +10,7 @@ import torch
 
 from kimi_k3_serve.publish.chunks import TILE_ROWS, DeviceChunk
 from kimi_k3_serve.publish.launch import Launch
-from kimi_k3_serve.publish.layout import SLOTS, Layout
+from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.symmetric.shared import fence
 
@@ -185,7 +185,7 @@ class TritonRank:
         self.memory = region.peers[region.rank].data_ptr()
         self.peer_table, self.report_place = self.peers.data_ptr(), self.report.data_ptr()
         self.states = [self.state[ubatch].data_ptr() for ubatch in range(layout.ubatches)]
-        self.slots = [[layout.slot_offset(u, s) for s in range(SLOTS)] for u in range(layout.ubatches)]
+        self.slots = [[layout.slot_offset(u, s) for s in range(layout.slots)] for u in range(layout.ubatches)]
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.programs = 3  # in the interpreter, one after the other
         if self.on_gpu:
@@ -314,7 +314,7 @@ class TritonRank:
     def raise_if_late(self) -> None:
         if (missing := int(self.reported[0])) > 0:
             last, epoch, offset = self.reported[1:].tolist()
-            ubatch, slot = divmod(offset // self.layout.slot_bytes, SLOTS)
+            ubatch, slot = divmod(offset // self.layout.slot_bytes, self.layout.slots)
             raise RendezvousTimeout(
                 timeout_text(self.region.rank, missing - 1, slot, ubatch, epoch, last, self.timeout_s)
             )
