@@ -18,34 +18,39 @@ CPU_FEATURES = (
 CPU_PATHS = ("prefill_context_gather", "decode_merge")
 """Code paths of DCP that must have run, not only be enabled, once the parity prompts were answered."""
 GPU_FEATURES = ("mla_layers", "chunked_prefill")
-GPU_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge")
+PEER_FEATURES = ("owned_decode_collectives", "prefill_context_gather")
+PEER_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge")
 DCP_FEATURES = ("prefill_context_gather",)
-OWNED = ("owned_decode_collectives",)
 
 
 @dataclass(frozen=True)
 class Variant:
     """How an arm on GPUs differs from others of its topology: vLLM's arguments, and the environment.
 
-    `ours`: prefill context is published by peer stores and the attention backend owns its decode collectives.
+    `features` must be active in every rank, and the code paths `paths` must have run once the arm has answered
+    the parity prompts.
     """
 
     extra: tuple[str, ...]
     environment: Mapping[str, str]
-    ours: bool
+    features: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 _PEER = ("--attention-backend", "PEER_FLASH_ATTN_MLA")
-_TENSOR = Variant(("--attention-backend", "FLASH_ATTN_MLA"), {}, ours=False)
+_TENSOR = Variant(("--attention-backend", "FLASH_ATTN_MLA"), {})
 _CONTEXT = {
-    "": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer"}, ours=True),
+    "": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer"}, PEER_FEATURES, PEER_PATHS),
     # FLASH_ATTN_MLA, which vLLM would choose, dies with a2a in vLLM 0.32.0 (vllm issue 54305).
     "stock": Variant(
-        ("--attention-backend", "FLASHMLA", "--dcp-comm-backend", "a2a"),
-        {"KIMI_K3_PREFILL_KV": "stock"},
-        ours=False,
+        ("--attention-backend", "FLASHMLA", "--dcp-comm-backend", "a2a"), {"KIMI_K3_PREFILL_KV": "stock"}
     ),
-    "shard": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer", "VLLM_KIMI_SHARD_QKV_A": "1"}, ours=True),
+    "shard": Variant(
+        _PEER,
+        {"KIMI_K3_PREFILL_KV": "peer", "VLLM_KIMI_SHARD_QKV_A": "1"},
+        (*PEER_FEATURES, "sharded_projections"),
+        (*PEER_PATHS, "projection_all_gather"),
+    ),
 }
 
 
@@ -88,12 +93,10 @@ class Arm:
 
         With `used`, the code paths of DCP must have run as well.
         """
-        sharded = self.dcp > 1
         if gpu:
-            ours = self.variant.ours
-            features: tuple[str, ...] = GPU_FEATURES + (DCP_FEATURES + OWNED if ours else ())
-            paths: tuple[str, ...] = GPU_PATHS if ours else ()
+            features, paths = GPU_FEATURES + self.variant.features, self.variant.paths
         else:
+            sharded = self.dcp > 1
             features = CPU_FEATURES + (DCP_FEATURES if sharded else ())
             paths = CPU_PATHS if sharded else ()
         against = objections(

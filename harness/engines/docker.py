@@ -170,8 +170,8 @@ def command_line(container: Container) -> list[str]:
     words += ["--user", container.user] if container.user else []
     words += ["--read-only"] if container.read_only else []
     words += ["--init"] if container.init else []
-    for name, value in container.ulimits.items():
-        words += ["--ulimit", f"{name}={value}"]
+    for name, limit in container.ulimits.items():
+        words += ["--ulimit", f"{name}={limit}"]
     for name, value in container.environment.items():
         words += ["--env", f"{name}={value}"]
     for option, values in (("--cap-drop", container.cap_drop), ("--security-opt", container.security_opt)):

@@ -28,7 +28,7 @@ PREFILL_TOKENS_PER_S = 100_000.0
 DECODE_STEP_S = 0.0005
 KV_BYTES_PER_TOKEN = 1024
 DCP_PATHS = ("prefill_context_gather", "decode_merge")
-GPU_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge")
+GPU_PATHS = ("prefill_kv_peer", "peer_query_gather", "peer_decode_merge", "projection_all_gather")
 segment: mmap.mmap | None = None
 
 STUBBORN = "trap '' TERM INT HUP; echo ready; while :; do sleep 0.2; done"
@@ -211,7 +211,7 @@ def start_children(directory: Path) -> None:
 
 def write_proof(directory: Path, rank: int, args: argparse.Namespace, faults: Faults) -> None:
     names = ["cpu_dcp_mla", "owned_decode_collectives", "dcp_slot_mapping", "chunked_prefill", "native_ops"]
-    names += ["mla_layers"]
+    names += ["mla_layers", "sharded_projections"]
     names += ["prefill_context_gather"] if args.topology == "dcp2" else []
     tokens = args.kv_cache_memory_bytes // KV_BYTES_PER_TOKEN * (2 if args.topology == "dcp2" else 1)
     proof = {
