@@ -39,6 +39,8 @@ class DeviceChunk:
     num_rows: int
     """N, compact rows of the chunk."""
     num_tiles: int = 0
+    tiled: bool = False
+    """Whether the runs of other ranks' rows are there; there may be none of them."""
     gathered: bool = False
 
     @property
@@ -101,7 +103,7 @@ def upload(
         part[ALIGNMENT + 3 * capacity :][: run.size] = run.ravel()
         part[ALIGNMENT + 3 * capacity + align(run.size) :][: order.size] = order
         memory = on_device[begin : begin + size]
-        answers.append(DeviceChunk(memory, capacity, count, built.num_rows, len(run), gathered))
+        answers.append(DeviceChunk(memory, capacity, count, built.num_rows, len(run), tiles, gathered))
         begin += size
     if on_device is not host:
         on_device.copy_(host, non_blocking=pinned)

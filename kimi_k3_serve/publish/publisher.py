@@ -64,7 +64,7 @@ class Publisher:
         model_dtype: of scaled rows.
 
     Raises:
-        PublishError: dtype or widths that cannot be published.
+        PublishError: dtype or widths that cannot be published, or memory of other ranks or fewer bytes.
     """
 
     needs_gathered_rows = False
@@ -83,6 +83,11 @@ class Publisher:
         if reason := objection(dtype, layout.latent_bytes, layout.rope_bytes):
             raise PublishError(f"{reason}; use KIMI_K3_PREFILL_KV=collective")
         own = region.peers[region.rank]
+        if layout.world_size != region.world_size or layout.nbytes > own.numel():
+            raise PublishError(
+                f"planes for {layout.world_size} ranks take {layout.nbytes} bytes on each, and the symmetric memory is "
+                f"{own.numel()} bytes on {region.world_size} ranks; this is a bug: KIMI_K3_PREFILL_KV=stock avoids it"
+            )
         self.transport, self.layout, self.dtype, self.model_dtype = transport, layout, dtype, model_dtype
         self.rank: Rank = (
             TorchRank(region, layout, timeout_s)
@@ -126,6 +131,7 @@ class Publisher:
         if scale is None:
             self.rank.push(cache, block_table, chunk, slot, ubatch, wait=True)
             return planes
+        assert chunk.tiled, "a chunk whose rows are to be scaled is uploaded with tiles=True"
         kv_c, k_pe = (
             cache.new_empty((chunk.num_rows, width), dtype=self.model_dtype) for width in self.widths
         )

@@ -96,6 +96,30 @@ def test_a_chunk_larger_than_a_plane_is_refused_before_a_row_moves() -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "found"),
+    [(layout(world_size=2), "on 1 ranks"), (layout(world_size=1, capacity=9), "take 20992 bytes on each")],
+)
+def test_memory_of_another_group_or_size_is_refused(place: Layout, found: str) -> None:
+    region = LocalRegion.group(1, layout(world_size=1).nbytes)[0]
+    with pytest.raises(PublishError, match=found):
+        Publisher(region, place, torch.bfloat16, transport="shared", implementation="torch")
+
+
+def test_rows_are_not_scaled_without_the_runs_of_other_ranks() -> None:
+    place = layout(world_size=1, latent_bytes=512, rope_bytes=64)
+    source = one_rank(place, torch.float8_e4m3fn)
+    cache, table = torch.ones(3, 4, LATENT + ROPE, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int32)
+    chunk = ([3], [[3]], [0])
+    [untiled] = upload([chunk], rank=0, world_size=1, device=torch.device("cpu"))
+    with pytest.raises(AssertionError, match="tiles=True"):
+        source.gather(cache, table, untiled, slot=0, scale=torch.ones(1))
+    [tiled] = upload([chunk], rank=0, world_size=1, device=torch.device("cpu"), tiles=True)
+    kv_c, k_pe = source.gather(cache, table, tiled, slot=0, scale=torch.full((1,), 512.0))
+    assert kv_c.shape == (3, LATENT) and k_pe.shape == (3, ROPE)
+    assert (kv_c == 1.0).all() and kv_c.dtype == torch.bfloat16  # byte 1 is 2 ** -9
+
+
+@pytest.mark.parametrize(
     ("cache", "message"),
     [
         (torch.ones(3, 4, 576), r"rows of 576 torch.float32.*1152 bytes of torch.bfloat16"),
