@@ -19,6 +19,10 @@ from harness.serving import HOST, Serving, kv_tokens_of
 from harness.steps import Steps
 
 
+class GivenUpError(UserError):
+    """Not a fault of its own."""
+
+
 class Fleet:
     """Of `arms`, those that started. Leaving the context ends every engine."""
 
@@ -46,13 +50,21 @@ class Fleet:
         self.stop(list(self.engines))
 
     async def start(self, arms: Sequence[Arm]) -> dict[str, UserError]:
-        """Starts all of them at once; returns why some did not start, by arm."""
+        """Starts all of them at once; returns why some did not start, by arm.
+
+        When those that fail leave no pair, the others are given up at once.
+        """
+        running = len(self.engines)
+
+        def hopeless(failed: int) -> bool:
+            return running + len(arms) - failed < 2
+
         ports = _distinct_ports(len(arms))
         starting = [self._start_one(arm, port) for arm, port in zip(arms, ports, strict=True)]
-        _, failed = _sorted_out([arm.name for arm in arms], await gather_all(starting))
+        _, failed = _sorted_out([arm.name for arm in arms], await gather_all(starting, hopeless))
         if not self.serving.gpu:
             self.folder.require_equal_bytes()
-        return failed
+        return dict(sorted(failed.items(), key=lambda item: isinstance(item[1], GivenUpError)))
 
     async def _start_one(self, arm: Arm, port: int) -> None:
         serving, folder = self.serving, self.folder
@@ -76,7 +88,7 @@ class Fleet:
             folder.record_engine(arm, engine, argv, engine.proofs, log)
             if (
                 serving.gpu
-            ):  # the engine core knows, not its workers; whole blocks of the bytes that all are given
+            ):  # the engine core knows, not its workers, which count whole blocks of what all are given
                 capacity = {"kv_tokens": kv_tokens_of(engine.log_path), "kv_bytes": serving.kv_bytes}
                 folder.arm(arm.name).update(capacity)
                 folder.save()
@@ -140,16 +152,25 @@ class Fleet:
         return pid
 
 
-async def gather_all(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Every outcome, errors among them; a cancellation of ours reaches all of the work before it is passed on."""
+async def gather_all(
+    work: Sequence[Coroutine[Any, Any, Any]], hopeless: Callable[[int], bool] = lambda failed: False
+) -> list[Any]:
+    """Every outcome, errors among them.
+
+    A cancellation of ours reaches all of the work before it is passed on. When so many have failed that it is
+    `hopeless`, what still runs is cancelled; its outcome is a GivenUpError.
+    """
     tasks = [asyncio.ensure_future(part) for part in work]
+    pending = set(tasks)
     try:
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
-    except asyncio.CancelledError:
-        for task in tasks:
+        while pending and not hopeless(sum(task.done() and task.exception() is not None for task in tasks)):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    given_up = GivenUpError("given up, since too few others were left")
+    return [given_up if isinstance(outcome, asyncio.CancelledError) else outcome for outcome in outcomes]
 
 
 def _sorted_out(names: Sequence[str], outcomes: Sequence[Any]) -> tuple[dict[str, Any], dict[str, UserError]]:
