@@ -11,6 +11,7 @@ reach each other, take vLLM's collectives over NCCL, and the log says why.
 """
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -22,13 +23,14 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.ops.dcp import dcp_a2a_lse_reduce, get_dcp_workspace_max_num_tokens
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import TIMEOUT, Geometry, PeerExchange
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
 
 logger = init_logger(__name__)
 
 MAX_TOKENS = "KIMI_K3_PEER_DECODE_MAX_TOKENS"  # tokens of a decode batch that the buffers hold
+DEFAULT_TIMEOUT_S = 600.0  # as NCCL's: a rank may compile kernels while the others wait
 
 
 class PeerBackend:
@@ -166,6 +168,22 @@ def max_tokens(config: Any) -> int:
     return int(asked)
 
 
+def timeout_s() -> float:
+    """How long an eager launch waits for the other ranks, in seconds; 0: for ever.
+
+    Raises:
+        ValueError: the environment asks for something else than a number of at least 0.
+    """
+    asked = os.environ.get(TIMEOUT)
+    try:
+        seconds = DEFAULT_TIMEOUT_S if asked is None else float(asked)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{TIMEOUT}={asked!r} is not a number of seconds, 0 or more")
+    return seconds
+
+
 @functools.cache
 def decode_collectives(group: Any, geometry: Geometry, transports: tuple[str, ...]) -> DecodeCollectives:
     """The collectives that all layers of one geometry share. Collective: every rank builds its layers in one order."""
@@ -184,4 +202,4 @@ def decode_collectives(group: Any, geometry: Geometry, transports: tuple[str, ..
         geometry.max_tokens,
         nbytes / 2**20,
     )
-    return DecodeCollectives(group, PeerExchange(region, geometry))
+    return DecodeCollectives(group, PeerExchange(region, geometry, timeout_s=timeout_s()))

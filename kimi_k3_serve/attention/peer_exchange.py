@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers of a peer exchange and its two calls: `gather` before attention, `merge` after it. No vLLM here."""
 
+import logging
 import math
+import threading
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton.language as tl
 
 from kimi_k3_serve.attention import peer_kernels
+from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 
+logger = logging.getLogger("vllm.kimi_k3_serve.peer_decode")
+
 ALIGNMENT = 128
+TIMEOUT = "KIMI_K3_PEER_DECODE_TIMEOUT_S"
 BLOCKS = 128  # upper bound of a grid: small blocks, all resident at once on any data-centre GPU
 ROWS = 8  # heads a block moves at a time when there are many
+FLAG_BYTES = peer_kernels.FLAG_BYTES.value
+
+
+class PeerTimeout(RuntimeError):
+    """A rank did not come to a gather or merge in time. The engine cannot go on: its peers' values are missing."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +47,8 @@ class Geometry:
         """Name -> (byte offset, bytes) of each part of one ubatch's region."""
         rows = self.max_tokens * self.heads * world_size
         sizes = {
-            "gather_flags": world_size * BLOCKS * 8,
-            "merge_flags": world_size * BLOCKS * 8,
+            "gather_flags": BLOCKS * FLAG_BYTES,
+            "merge_flags": BLOCKS * FLAG_BYTES,
             "query": rows * (self.latent + self.rope) * self.query_dtype.itemsize,
             "received": 2 * rows * self.latent * self.output_dtype.itemsize,
             "received_lse": 2 * rows * 4,
@@ -54,21 +68,32 @@ class Geometry:
 class PeerExchange:
     """One rank's side. Every rank makes the same calls in the same order; see `peer_kernels` for the protocol."""
 
-    def __init__(self, region: Region, geometry: Geometry, *, blocks: int = BLOCKS) -> None:
+    def __init__(
+        self, region: Region, geometry: Geometry, *, blocks: int = BLOCKS, timeout_s: float = 0.0
+    ) -> None:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank.
         blocks: grid of a launch, at most BLOCKS; equal on all ranks.
+        timeout_s: how long a launch outside a CUDA graph waits for the others; 0: for ever.
         """
-        self.region, self.geometry = region, geometry
+        self.region, self.geometry, self.timeout_s = region, geometry, timeout_s
         self.rank, self.world_size = region.rank, region.world_size
         self.blocks = min(blocks, BLOCKS)
         self.parts = geometry.layout(self.world_size)
         own = region.peers[self.rank]
         if own.numel() < geometry.nbytes(self.world_size):
             raise ValueError(f"region of {own.numel()} bytes; {geometry.nbytes(self.world_size)} are needed")
+        self.on_gpu = own.is_cuda
         self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
-        # [ubatch, gather or merge, (epoch, blocks done)]
+        # [ubatch, gather or merge, (epoch, blocks that have signalled)]
         self.state = torch.zeros(geometry.ubatches, 2, 2, dtype=torch.int64, device=own.device)
+        # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
+        self.report = torch.zeros(4, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.reported = self.report.numpy()
+        self.launches: dict[tuple[Any, ...], Launch] = {}
+        self.gathered: dict[tuple[int, int], torch.Tensor] = {}
+        if self.on_gpu and timeout_s:
+            threading.Thread(target=self.watch, name="peer-decode-watch", daemon=True).start()
 
     def offset(self, part: str, ubatch: int) -> int:
         return ubatch * self.parts["end"][0] + self.parts[part][0]
@@ -77,37 +102,40 @@ class PeerExchange:
         """Gather every rank's heads.
 
         Args:
-            nope: [B, H, latent] and rope: [B, H, rope], any token and head strides, last dimension contiguous.
+            nope: [B, H, latent] and rope: [B, H, rope], token and head strides multiples of 16 bytes, last dimension
+                contiguous; others are copied first.
 
         Returns:
             [B, W * H, latent + rope] in symmetric memory, rank-major heads; holds until the next gather.
+
+        Raises:
+            PeerTimeout: a rank did not come to an earlier call.
         """
         g, tokens = self.geometry, nope.shape[0]
         self.check(nope, (tokens, g.heads, g.latent), g.query_dtype)
         self.check(rope, (tokens, g.heads, g.rope), g.query_dtype)
+        nope, rope = aligned(nope), aligned(rope)
         grid, rows = self.grid(tokens)
-        peer_kernels.gather_query[(grid,)](
-            as_bits(nope),
-            nope.stride(0),
-            nope.stride(1),
-            as_bits(rope),
-            rope.stride(0),
-            rope.stride(1),
-            self.bases,
+        launch = self.launches.get((rows,)) or self.gathering(rows)
+        launch(
+            grid,
+            *self.rows_of(nope),
+            *self.rows_of(rope),
+            self.bases.data_ptr(),
             self.offset("gather_flags", ubatch),
             self.offset("query", ubatch),
-            self.state[ubatch, 0],
-            self.rank,
+            self.state.data_ptr() + ubatch * 32,
+            *self.patience(),
             tokens,
             g.heads,
-            W=self.world_size,
-            NOPE=g.latent,
-            ROPE=g.rope,
-            ROWS=rows,
-            BLOCKS=BLOCKS,
         )
-        shape = (tokens, self.world_size * g.heads, g.latent + g.rope)
-        return view(self.region.peers[self.rank], self.offset("query", ubatch), shape, g.query_dtype)
+        gathered = self.gathered.get((tokens, ubatch))
+        if gathered is None:
+            shape = (tokens, self.world_size * g.heads, g.latent + g.rope)
+            own = self.region.peers[self.rank]
+            gathered = view(own, self.offset("query", ubatch), shape, g.query_dtype)
+            self.gathered[tokens, ubatch] = gathered
+        return gathered
 
     def merge(
         self,
@@ -122,51 +150,114 @@ class PeerExchange:
         """Merge every rank's partial attention of this rank's heads.
 
         Args:
-            partial: [B, W * H, latent] over this rank's shard, any token and head strides.
+            partial: [B, W * H, latent] over this rank's shard, strides as in `gather`.
             lse: [B, W * H] in any strides and floating dtype; natural logarithm, or base 2 with `base_e` off.
-            seq_lens: [requests] rows in this shard, with query_start_loc: [requests + 1]; they mark empty shards.
+            seq_lens: [requests] int32, rows in this shard, with query_start_loc: [requests + 1] int32; they mark
+                empty shards.
 
         Returns:
             [B, H, latent], a new tensor.
+
+        Raises:
+            PeerTimeout: a rank did not come to an earlier call.
         """
         g, tokens, world = self.geometry, partial.shape[0], self.world_size
         self.check(partial, (tokens, world * g.heads, g.latent), g.output_dtype)
         if lse.shape != partial.shape[:2]:
             raise ValueError(f"LSE of shape {tuple(lse.shape)} for outputs of shape {tuple(partial.shape)}")
+        partial = aligned(partial)
         merged = torch.empty(tokens, g.heads, g.latent, dtype=partial.dtype, device=partial.device)
-        masked = seq_lens is not None and query_start_loc is not None
-        requests = seq_lens.shape[0] if seq_lens is not None else 0
+        requests, lens, starts = 0, 0, 0
+        if seq_lens is not None and query_start_loc is not None:
+            seq_lens, query_start_loc = seq_lens.int(), query_start_loc.int()
+            requests, lens, starts = seq_lens.shape[0], seq_lens.data_ptr(), query_start_loc.data_ptr()
         grid, rows = self.grid(tokens)
-        peer_kernels.merge_partials[(grid,)](
-            partial,
-            partial.stride(0),
-            partial.stride(1),
-            lse,
-            lse.stride(0),
-            lse.stride(1),
-            seq_lens if masked else self.state,
-            query_start_loc if masked else self.state,
+        # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
+        seqs = power_of_two(max(g.max_tokens, requests))
+        key = (rows, lse.dtype, base_e, seq_lens is not None, seqs)
+        launch = self.launches.get(key) or self.merging(*key)
+        launch(
+            grid,
+            *self.rows_of(partial),
+            lse.data_ptr(),
+            *lse.stride(),
+            lens,
+            starts,
             requests,
-            merged,
-            self.bases,
+            merged.data_ptr(),
+            self.bases.data_ptr(),
             self.offset("merge_flags", ubatch),
             self.offset("received", ubatch),
             self.offset("received_lse", ubatch),
-            self.state[ubatch, 1],
-            self.rank,
+            self.state.data_ptr() + ubatch * 32 + 16,
+            *self.patience(),
             tokens,
             g.heads,
             g.max_tokens,
-            W=world,
-            VALUE=g.latent,
-            ROWS=rows,
-            BLOCKS=BLOCKS,
-            # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
-            SEQS=power_of_two(max(g.max_tokens, requests)),
-            BASE_E=base_e,
-            MASK=masked,
         )
         return merged
+
+    def gathering(self, rows: int) -> Launch:
+        g = self.geometry
+        constants = {"ELEMENT": element(g.query_dtype), "NOPE": g.latent, "ROPE": g.rope, "ROWS": rows}
+        launch = Launch(peer_kernels.gather_query, constants | self.group_constants(), num_warps=warps(rows))
+        self.launches[(rows,)] = launch
+        return launch
+
+    def merging(self, rows: int, lse: torch.dtype, base_e: bool, masked: bool, seqs: int) -> Launch:
+        g = self.geometry
+        constants = {
+            "ELEMENT": element(g.output_dtype),
+            "LSE": element(lse),
+            "VALUE": g.latent,
+            "ROWS": rows,
+            "SEQS": seqs,
+            "BASE_E": base_e,
+            "MASK": masked,
+        }
+        launch = Launch(
+            peer_kernels.merge_partials, constants | self.group_constants(), num_warps=warps(rows)
+        )
+        self.launches[rows, lse, base_e, masked, seqs] = launch
+        return launch
+
+    def group_constants(self) -> dict[str, Any]:
+        lanes = power_of_two(self.world_size)
+        return {"RANK": self.rank, "W": self.world_size, "LANES": lanes, "PTX": self.on_gpu}
+
+    def rows_of(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """Address of an aligned tensor [B, H, D], and its token and head strides in units of 16 bytes."""
+        each = 16 // tensor.itemsize
+        return tensor.data_ptr(), tensor.stride(0) // each, tensor.stride(1) // each
+
+    def patience(self) -> tuple[int, int]:
+        """Where a wait that has lasted too long is reported, and after how many nanoseconds; 0: never.
+
+        A captured launch waits without a limit: its graph may be replayed long after its peers' last step.
+
+        Raises:
+            PeerTimeout: one is reported already.
+        """
+        if int(self.reported[0]):
+            raise PeerTimeout(self.late())
+        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        return self.report.data_ptr(), 0 if captured else int(self.timeout_s * 1e9)
+
+    def late(self) -> str:
+        """The report in words."""
+        missing, last, epoch, place = self.reported.tolist()
+        ubatch, offset = divmod(place, self.parts["end"][0])
+        step = "merge" if offset >= self.parts["merge_flags"][0] else "query gather"
+        return (
+            f"rank {self.rank}: rank {missing - 1} did not come to {step} {epoch} of ubatch {ubatch} within "
+            f"{self.timeout_s:g} s (its last was {last}); see that rank's log, or raise {TIMEOUT}"
+        )
+
+    def watch(self) -> None:
+        """Name the missing rank in the log: the CUDA error that follows cannot."""
+        while not int(self.reported[0]):
+            time.sleep(1.0)
+        logger.critical("%s", self.late())
 
     def grid(self, tokens: int) -> tuple[int, int]:
         """Blocks of a launch, and rows a block moves at a time: the same on every rank."""
@@ -175,7 +266,7 @@ class PeerExchange:
         return min(self.blocks, -(-total // rows)), rows
 
     def check(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
             raise ValueError(
                 f"expected {dtype} {shape} with a contiguous last dimension, got {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -189,6 +280,20 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """FP8 is only copied: hand it over as bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+def warps(rows: int) -> int:
+    """Of a block: each thread moves 16 bytes at a time, also of a single row of 512 BF16 values."""
+    return 2 if rows == 1 else 4
+
+
+def element(dtype: torch.dtype) -> Any:
+    """A dtype's name in Triton; FP8 is only copied, as bytes."""
+    name = "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+    return getattr(tl, name)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where every row begins on 16 bytes, else a copy where it does."""
+    size = tensor.itemsize
+    if (tensor.data_ptr() | tensor.stride(0) * size | tensor.stride(1) * size) & 15 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

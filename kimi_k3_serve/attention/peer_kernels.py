@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query gather and LSE-weighted merge over peer memory: two Triton kernels, one launch each.
+"""Query gather and LSE-weighted merge over peer memory: two Triton kernels, one launch each way.
 
 Protocol
 --------
 W ranks call the same kernels in the same order with the same token count, so block b of a launch does the same
 rows on every rank. A launch is a rendezvous, block by block:
 
-1. **push**    block b stores its rows into every rank's region (its own included), through peer pointers;
-2. **signal**  it stores the launch's epoch into flag [rank, b] of every rank: `release`, system scope, after a
+1. **push**    block b stores its rows into the other ranks' regions, through peer pointers;
+2. **signal**  it stores the launch's epoch into flag [b, rank] of every rank: `release`, system scope, after a
                block barrier, so whoever sees the epoch sees the rows of all threads of the block;
-3. **wait**    it polls its own region's flags [0..W-1, b] with `acquire` until each holds at least this epoch;
-4. **use**     what it waited for: the merge reads the W partials of its rows; the gather has nothing to do, its
-               consumer is the next kernel on the stream, which starts when every block has waited.
+3. **wait**    it polls its own region's flags [b, 0..W-1] with `acquire` until each holds at least this epoch;
+4. **use**     what it waited for: the merge reads the others' partials of its rows, and its own where the attention
+               kernel wrote them; the gather has nothing to do, its consumer is the next kernel on the stream, which
+               starts when every block has waited.
 
-The last block to finish writes the epoch (64 bits, device memory). No host state advances, so a CUDA graph replays it.
+The last block to signal writes the epoch (64 bits, device memory): by then every block has read it, and the wait hides
+what the counting costs. No host state advances, so a CUDA graph replays it.
 
 Why a buffer is never overwritten while it is read:
 
@@ -25,198 +27,241 @@ Why a buffer is never overwritten while it is read:
   next gather. Each (ubatch) has its own buffers, flags and epochs.
 
 Every block of a launch must become resident while the others spin: the grid is bounded (`BLOCKS`), one wave of small
-blocks. Nothing here needs multicast.
+blocks. A wait may have a limit (`await_signals`). Nothing here needs multicast.
+
+Every argument is an integer, memory is passed by address, strides in units of 16 bytes: the host has nothing to find
+out at a launch (`launch.py`), and no number of a batch compiles a kernel while other ranks spin.
 """
 
 import triton
 import triton.language as tl
 
+from kimi_k3_serve.publish.kernel import await_signals, pointer
 
-@triton.jit
-def typed(bases, rank, offset, element: tl.constexpr):
-    """A pointer `offset` bytes into a rank's region; regions and offsets are multiples of 128 bytes."""
-    return tl.multiple_of((tl.load(bases + rank) + offset).to(tl.pointer_type(element)), 16)
+FLAG_BYTES = tl.constexpr(128)  # of a block, on a line of their own: up to 16 ranks
 
 
 @triton.jit
-def rendezvous(bases, flags, rank, block, epoch, W: tl.constexpr, BLOCKS: tl.constexpr):
+def rendezvous(
+    peers, flags, state, epoch, report, limit_ns,
+    RANK: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Signal and wait: after it, this block may read what the same block of every rank has pushed."""
+    place = flags + tl.program_id(0) * FLAG_BYTES
     tl.debug_barrier()
-    for peer in tl.static_range(W):
-        flag = typed(bases, peer, flags, tl.int64) + rank * BLOCKS + block
-        tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
-    own = typed(bases, rank, flags, tl.int64) + block
-    for peer in tl.static_range(W):
-        while tl.atomic_add(own + peer * BLOCKS, 0, sem="acquire", scope="sys") < epoch:
-            pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def finish(state, epoch):
-    """The last block writes the epoch. `state` is [epoch, blocks done]; every block read it before it came here."""
-    tl.debug_barrier()
+    for step in tl.static_range(W):
+        signal = pointer(tl.load(peers + (RANK + 1 + step) % W) + place, tl.int64)
+        tl.atomic_xchg(signal + RANK, epoch, sem="release", scope="sys")
     if tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state, epoch)
+    await_signals(
+        pointer(tl.load(peers + RANK) + place, tl.int64), epoch, report, limit_ns, place, W, LANES, PTX
+    )
+    tl.debug_barrier()
 
 
-# Numbers and alignments that change from step to step or from rank to rank must not each compile a kernel of their
-# own: one rank would compile while the others spin.
-@triton.jit(
-    do_not_specialize=["flags", "query", "rank", "tokens", "heads"], do_not_specialize_on_alignment=["state"]
-)
+GATHER = (
+    "nope", "nope_stride_token", "nope_stride_head", "rope", "rope_stride_token", "rope_stride_head",
+    "peers", "flags", "query", "state", "report", "limit_ns", "tokens", "heads",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GATHER)
 def gather_query(
-    nope,
-    nope_stride_token,
-    nope_stride_head,
-    rope,
-    rope_stride_token,
-    rope_stride_head,
-    bases,
-    flags,
-    query,
-    state,
-    rank,
-    tokens,
-    heads,
-    W: tl.constexpr,
+    nope: tl.int64,
+    nope_stride_token: tl.int64,
+    nope_stride_head: tl.int64,
+    rope: tl.int64,
+    rope_stride_token: tl.int64,
+    rope_stride_head: tl.int64,
+    peers: tl.int64,
+    flags: tl.int64,
+    query: tl.int64,
+    state: tl.int64,
+    report: tl.int64,
+    limit_ns: tl.int64,
+    tokens: tl.int32,
+    heads: tl.int32,
+    ELEMENT: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    RANK: tl.constexpr,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Concatenate [B, H, NOPE] and [B, H, ROPE] into every rank's [B, W * H, NOPE + ROPE], this rank's heads.
 
-    `flags` and `query` are byte offsets into the region; `bases` [W] int64 are the ranks' regions.
+    Args:
+        nope, rope: addresses; strides in units of 16 bytes.
+        peers: [W] int64, where each rank's region begins; flags and query are byte offsets into it.
+        state: [2] int64 of this rank: epoch, blocks that have signalled.
+        report, limit_ns: see `await_signals`.
     """
-    element = nope.dtype.element_ty
-    epoch = tl.load(state) + 1
-    block = tl.program_id(0)
+    each: tl.constexpr = 128 // ELEMENT.primitive_bitwidth  # elements in 16 bytes
+    regions = pointer(peers, tl.int64)
+    counters = pointer(state, tl.int64)
+    epoch = tl.load(counters) + 1
     columns = tl.arange(0, NOPE)[None, :]
     rope_columns = tl.arange(0, ROPE)[None, :]
-    for tile in range(block, tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         valid = (row < tokens * heads)[:, None]
         token = (row // heads).to(tl.int64)
         head = row % heads
-        source = (token * nope_stride_token + head * nope_stride_head)[:, None]
-        latent = tl.load(nope + source + columns, mask=valid)
-        source = (token * rope_stride_token + head * rope_stride_head)[:, None]
-        rotated = tl.load(rope + source + rope_columns, mask=valid)
-        target = ((token * W + rank) * heads + head)[:, None] * (NOPE + ROPE)
-        for peer in tl.static_range(W):
-            gathered = typed(bases, peer, query, element) + target
+        source = (token * nope_stride_token + head * nope_stride_head)[:, None] * each
+        latent = tl.load(pointer(nope, ELEMENT) + source + columns, mask=valid)
+        source = (token * rope_stride_token + head * rope_stride_head)[:, None] * each
+        rotated = tl.load(pointer(rope, ELEMENT) + source + rope_columns, mask=valid)
+        target = ((token * W + RANK) * heads + head)[:, None] * (NOPE + ROPE)
+        for step in tl.static_range(W):
+            # Other ranks first, each beginning with the next one: the links are what takes time.
+            gathered = pointer(tl.load(regions + (RANK + 1 + step) % W) + query, ELEMENT) + target
             tl.store(gathered + columns, latent, mask=valid)
             tl.store(gathered + NOPE + rope_columns, rotated, mask=valid)
-    rendezvous(bases, flags, rank, block, epoch, W, BLOCKS)
-    finish(state, epoch)
+    rendezvous(regions, flags, counters, epoch, report, limit_ns, RANK, W, LANES, PTX)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("lse_stride_token", "lse_stride_head", "num_seqs"),
-        *("flags", "received", "received_lse", "rank", "tokens", "heads", "capacity"),
-    ],
-    do_not_specialize_on_alignment=["lse", "seq_lens", "query_start_loc", "state"],
-)
+@triton.jit
+def is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS: tl.constexpr):
+    """Whether a token has no row in this shard: padding behind the last request, or a request of length 0 here."""
+    order = tl.arange(0, SEQS)
+    starts = query_start_loc.to(tl.pointer_type(tl.int32))
+    ends = tl.load(starts + 1 + order, mask=order < num_seqs, other=2147483647)
+    seq = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
+    lengths = seq_lens.to(tl.pointer_type(tl.int32))
+    return tl.load(lengths + seq, mask=valid & (seq < num_seqs), other=0) == 0
+
+
+@triton.jit
+def shard_lse(lse, place, valid, empty, LSE: tl.constexpr):
+    """This rank's LSE in float32; -inf where its shard is empty, whatever the attention kernel wrote."""
+    stated = tl.load(lse.to(tl.pointer_type(LSE)) + place, mask=valid, other=0.0).to(tl.float32)
+    return tl.where(empty, -float("inf"), stated)
+
+
+MERGE = (
+    "partial", "partial_stride_token", "partial_stride_head", "lse", "lse_stride_token", "lse_stride_head",
+    "seq_lens", "query_start_loc", "num_seqs", "merged", "peers", "flags", "received", "received_lse",
+    "state", "report", "limit_ns", "tokens", "heads", "capacity",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=MERGE)
 def merge_partials(
-    partial,
-    partial_stride_token,
-    partial_stride_head,
-    lse,
-    lse_stride_token,
-    lse_stride_head,
-    seq_lens,
-    query_start_loc,
-    num_seqs,
-    merged,
-    bases,
-    flags,
-    received,
-    received_lse,
-    state,
-    rank,
-    tokens,
-    heads,
-    capacity,
-    W: tl.constexpr,
+    partial: tl.int64,
+    partial_stride_token: tl.int64,
+    partial_stride_head: tl.int64,
+    lse: tl.int64,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    seq_lens: tl.int64,
+    query_start_loc: tl.int64,
+    num_seqs: tl.int32,
+    merged: tl.int64,
+    peers: tl.int64,
+    flags: tl.int64,
+    received: tl.int64,
+    received_lse: tl.int64,
+    state: tl.int64,
+    report: tl.int64,
+    limit_ns: tl.int64,
+    tokens: tl.int32,
+    heads: tl.int32,
+    capacity: tl.int32,
+    ELEMENT: tl.constexpr,
+    LSE: tl.constexpr,
     VALUE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     SEQS: tl.constexpr,
     BASE_E: tl.constexpr,
     MASK: tl.constexpr,
+    RANK: tl.constexpr,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Exchange partial outputs [B, W * H, VALUE] with their LSE [B, W * H] and merge into `merged` [B, H, VALUE].
 
     The arithmetic is `merge.merge_partials`'s. With MASK, a token beyond `query_start_loc[num_seqs]` (padding of a
     CUDA graph) or of a request with no row here (`seq_lens` [num_seqs] = 0) counts as an empty shard, whatever the
-    attention kernel wrote for it. `received` [2, W, capacity, H, VALUE] and `received_lse` [2, W, capacity, H] are
-    byte offsets into the region.
+    attention kernel wrote for it.
+
+    Args:
+        partial, merged: addresses; strides of `partial` in units of 16 bytes, of `lse` in elements.
+        received: [2, W, capacity, H, VALUE] and received_lse: [2, W, capacity, H], byte offsets into a region.
+        The others are those of `gather_query`.
     """
-    element = merged.dtype.element_ty
-    epoch = tl.load(state) + 1
+    each: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
+    regions = pointer(peers, tl.int64)
+    counters = pointer(state, tl.int64)
+    epoch = tl.load(counters) + 1
     slot = epoch & 1
-    block = tl.program_id(0)
     columns = tl.arange(0, VALUE)[None, :]
-    for tile in range(block, tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
+    outputs = pointer(partial, ELEMENT)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         valid = row < tokens * heads
         token = (row // heads).to(tl.int64)
         head = row % heads
         empty = row < 0
         if MASK:
-            order = tl.arange(0, SEQS)
-            ends = tl.load(query_start_loc + 1 + order, mask=order < num_seqs, other=2147483647)
-            seq = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
-            length = tl.load(seq_lens + seq, mask=valid & (seq < num_seqs), other=0)
-            empty = length == 0
-        here = ((slot * W + rank) * capacity + token) * heads + head
-        for peer in tl.static_range(W):
+            empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
+        here = ((slot * W + RANK) * capacity + token) * heads + head
+        for step in tl.static_range(W - 1):
+            peer = (RANK + 1 + step) % W
+            region = tl.load(regions + peer)
             its_head = peer * heads + head
-            values = partial + (token * partial_stride_token + its_head * partial_stride_head)[:, None]
-            value = tl.load(values + columns, mask=valid[:, None])
-            weight = tl.load(lse + token * lse_stride_token + its_head * lse_stride_head, mask=valid)
-            weight = tl.where(empty, -float("inf"), weight.to(tl.float32))
-            tl.store(
-                typed(bases, peer, received, element) + here[:, None] * VALUE + columns,
-                value,
-                mask=valid[:, None],
-            )
-            tl.store(typed(bases, peer, received_lse, tl.float32) + here, weight, mask=valid)
-    rendezvous(bases, flags, rank, block, epoch, W, BLOCKS)
+            place = (token * partial_stride_token + its_head * partial_stride_head)[:, None] * each
+            value = tl.load(outputs + place + columns, mask=valid[:, None])
+            weight = shard_lse(lse, token * lse_stride_token + its_head * lse_stride_head, valid, empty, LSE)
+            target = pointer(region + received, ELEMENT) + here[:, None] * VALUE
+            tl.store(target + columns, value, mask=valid[:, None])
+            tl.store(pointer(region + received_lse, tl.float32) + here, weight, mask=valid)
+    rendezvous(regions, flags, counters, epoch, report, limit_ns, RANK, W, LANES, PTX)
 
-    payload = typed(bases, rank, received, element)
-    weights = typed(bases, rank, received_lse, tl.float32)
-    for tile in range(block, tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
+    own = tl.load(regions + RANK)
+    payload = pointer(own + received, ELEMENT)
+    weights = pointer(own + received_lse, tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         valid = row < tokens * heads
         token = (row // heads).to(tl.int64)
         head = row % heads
-        largest = tl.full([ROWS], -float("inf"), tl.float32)
-        for source in tl.static_range(W):
+        empty = row < 0
+        if MASK:
+            empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
+        its_head = RANK * heads + head
+        mine = shard_lse(lse, token * lse_stride_token + its_head * lse_stride_head, valid, empty, LSE)
+        largest = tl.where(tl.abs(mine) < float("inf"), mine, -float("inf"))
+        for step in tl.static_range(W - 1):
+            source = (RANK + 1 + step) % W
             here = ((slot * W + source) * capacity + token) * heads + head
             weight = tl.load(weights + here, mask=valid, other=0.0, cache_modifier=".cg")
             largest = tl.maximum(largest, tl.where(tl.abs(weight) < float("inf"), weight, -float("inf")))
         largest = tl.where(largest == -float("inf"), 0.0, largest)
         total = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, VALUE], tl.float32)
-        for source in tl.static_range(W):
+        for step in tl.static_range(W):
+            source = (RANK + step) % W  # step 0 is this rank itself
             here = ((slot * W + source) * capacity + token) * heads + head
-            weight = tl.load(weights + here, mask=valid, other=0.0, cache_modifier=".cg")
-            finite = tl.abs(weight) < float("inf")
-            shifted = tl.where(finite, weight - largest, -float("inf"))
+            weight = mine
+            if step > 0:
+                weight = tl.load(weights + here, mask=valid, other=0.0, cache_modifier=".cg")
+            shifted = tl.where(tl.abs(weight) < float("inf"), weight - largest, -float("inf"))
             factor = tl.exp(shifted) if BASE_E else tl.exp2(shifted)
             # Weight zero: the payload is not even read, since 0 * NaN would be NaN.
             read = (valid & (factor > 0.0))[:, None]
-            value = tl.load(
-                payload + here[:, None] * VALUE + columns, mask=read, other=0.0, cache_modifier=".cg"
-            )
+            if step == 0:
+                place = (token * partial_stride_token + its_head * partial_stride_head)[:, None] * each
+                value = tl.load(outputs + place + columns, mask=read, other=0.0)
+            else:
+                place = here[:, None] * VALUE
+                value = tl.load(payload + place + columns, mask=read, other=0.0, cache_modifier=".cg")
             sums += factor[:, None] * value.to(tl.float32)
             total += factor
-        result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            merged + row.to(tl.int64)[:, None] * VALUE + columns, result.to(element), mask=valid[:, None]
-        )
-    finish(state, epoch)
+        result = (sums / tl.where(total > 0.0, total, 1.0)[:, None]).to(ELEMENT)
+        target = pointer(merged, ELEMENT) + row.to(tl.int64)[:, None] * VALUE
+        tl.store(target + columns, result, mask=valid[:, None])

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parent))
 import peer_oracle
 
-from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange, PeerTimeout
 from kimi_k3_serve.symmetric.shared import allocate_shared
 
 HEADS, LATENT, ROPE, BLOCKS = 3, 32, 8, 2
@@ -34,7 +34,10 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
         for dtype, ubatches in cases:
             geometry = Geometry(HEADS, LATENT, ROPE, dtype, dtype, max_tokens=6, ubatches=ubatches)
             region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
-            check(PeerExchange(region, geometry, blocks=BLOCKS), dtype)
+            exchange = PeerExchange(region, geometry, blocks=BLOCKS, timeout_s=60)
+            check(exchange, dtype)
+        if world_size > 1:
+            check_that_a_missing_rank_is_named(exchange)
     except BaseException:
         traceback.print_exc()
         raise
@@ -84,6 +87,24 @@ def check(exchange: PeerExchange, dtype: torch.dtype) -> None:
     expected = peer_oracle.merged(outputs, lses)[:, own]
     torch.testing.assert_close(merged.double(), expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(merged[5], torch.zeros(HEADS, LATENT, dtype=dtype))
+
+
+def check_that_a_missing_rank_is_named(exchange: PeerExchange) -> None:
+    """Only rank 0 comes: it stops waiting, and its next call says whom it missed first."""
+    exchange.timeout_s = 0.01
+    query = torch.zeros(1, HEADS, LATENT + ROPE, dtype=exchange.geometry.query_dtype).split(
+        [LATENT, ROPE], -1
+    )
+    if exchange.rank == 0:
+        epoch = int(exchange.state[0, 0, 0]) + 1
+        exchange.gather(*query)
+        try:
+            exchange.gather(*query)
+        except PeerTimeout as late:
+            assert f"rank 0: rank 1 did not come to query gather {epoch} of ubatch 0" in str(late), late
+        else:
+            raise AssertionError("nobody was missed")
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from kimi_k3_serve.attention.merge import merge_partials
-from kimi_k3_serve.attention.peer_exchange import BLOCKS, Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import (
+    BLOCKS,
+    FLAG_BYTES,
+    TIMEOUT,
+    Geometry,
+    PeerExchange,
+    PeerTimeout,
+    aligned,
+)
 from kimi_k3_serve.symmetric.region import LocalRegion
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_the_kernels_themselves_over_shared_memory_equal_the_oracle(world_size: int) -> None:
     """W processes in the Triton interpreter, each spinning on the others' flags, one of them late each time."""
     done = subprocess.run(
@@ -58,21 +66,26 @@ def test_a_registered_backend_survives_a_spawned_process() -> None:
     assert done.stdout.decode().split() == [member.name for member in members], done.stderr
 
 
-@pytest.mark.parametrize(("arch", "world_size"), [(90, 2), (90, 8), (100, 4)])
-def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int) -> None:
-    """To a cubin for Hopper and Blackwell: 16-byte stores to peers, release and acquire at system scope."""
+@pytest.mark.parametrize(("arch", "world_size", "rows"), [(90, 2, 1), (90, 8, 8), (100, 4, 8)])
+def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int, rows: int) -> None:
+    """To a cubin for Hopper and Blackwell: 16-byte accesses to peers, release and acquire at system scope."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "peer_ptx.py"), str(arch), str(world_size)],
+        [sys.executable, "-W", "ignore", str(HERE / "peer_ptx.py"), str(arch), str(world_size), str(rows)],
         capture_output=True,
         text=True,
         check=True,
     )
     gather, merge = (json.loads(line) for line in done.stdout.splitlines())
-    for kernel in (gather, merge):
-        assert kernel["wide_stores"] >= 4 * world_size and kernel["narrow_stores"] == 0
-        assert kernel["release_sys"] == kernel["acquire_sys"] == world_size
+    for kernel, wide in ((gather, world_size), (merge, world_size)):
+        assert kernel["wide_stores"] >= wide * (4 if rows > 1 else 1)
+        assert kernel["release_sys"] == world_size
+        assert kernel["acquire_sys"] == 2  # all flags at once: before the loop and in it
         assert kernel["multimem"] == 0
         assert kernel["shared_bytes"] <= 1024  # small blocks: a whole grid is resident at once
+    # A single row's RoPE part is 128 bytes: one value a thread.
+    assert gather["narrow_stores"] == (world_size if rows == 1 else 0)
+    assert merge["narrow_stores"] == merge["narrow_loads"] == 0
+    assert merge["wide_loads"] >= 2 * world_size - 1
 
 
 @pytest.mark.parametrize("base_e", [True, False])
@@ -106,6 +119,38 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         exchange.merge(torch.zeros(2, 4, 32), torch.zeros(4, 2))
     with pytest.raises(ValueError, match="bytes"):
         PeerExchange(LocalRegion.group(2, 64)[0], geometry)
+
+
+def test_rows_that_do_not_begin_on_16_bytes_are_copied_first() -> None:
+    rows = torch.randn(3, 2, 40).bfloat16()
+    assert aligned(rows) is rows
+    odd = rows[..., 1:33]
+    copy = aligned(odd)
+    assert copy.data_ptr() % 16 == 0 and torch.equal(copy, odd) and copy is not odd
+
+
+def test_a_timeout_names_rank_step_and_epoch() -> None:
+    geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4, ubatches=2)
+    exchange = PeerExchange(LocalRegion.group(4, geometry.nbytes(4))[1], geometry, timeout_s=5)
+    block = 3 * FLAG_BYTES
+    for part, step in (("gather_flags", "query gather"), ("merge_flags", "merge")):
+        exchange.reported[:] = [2 + 1, 6, 7, exchange.offset(part, 1) + block]
+        with pytest.raises(PeerTimeout) as late:
+            exchange.gather(torch.zeros(1, 2, 32), torch.zeros(1, 2, 8))
+        assert str(late.value).startswith(
+            f"rank 1: rank 2 did not come to {step} 7 of ubatch 1 within 5 s (its last was 6)"
+        )
+
+
+@pytest.mark.parametrize("asked", ["-1", "soon", "inf"])
+def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    from kimi_k3_serve.attention.peer import timeout_s
+
+    monkeypatch.setenv(TIMEOUT, asked)
+    with pytest.raises(ValueError, match=f"{TIMEOUT}={asked!r}"):
+        timeout_s()
 
 
 def test_ubatches_share_no_byte() -> None:
