@@ -23,10 +23,15 @@ BACKEND_SM = {
     "TOKENSPEED_MLA": ("10",),
     "CUTLASS_MLA": ("10",),
     "FLASHINFER_MLA": ("10",),
-    "FLASHMLA": ("9", "10"),
+    "FLASHMLA": ("9",),  # its dense kernel
     "FLASH_ATTN_MLA": ("9",),
+    "PEER_FLASH_ATTN_MLA": ("9",),
+    "PEER_FLASHMLA": ("9",),
+    "PEER_TRITON_MLA": ("9", "10"),
     "B12X_MLA": ("12",),
 }
+OWNERS = ("PEER_FLASH_ATTN_MLA", "PEER_FLASHMLA", "PEER_TRITON_MLA", "B12X_MLA")
+"""Backends that arrange their own decode collectives and read no --dcp-comm-backend."""
 
 
 def weights_gb(profile: Profile, topology: Topology) -> float:
@@ -96,13 +101,13 @@ def attention(profile: Profile, topology: Topology, flags: Mapping[str, Any]) ->
     if backend in BACKEND_SM and sm.partition(".")[0] not in BACKEND_SM[backend]:
         fitting = [name for name, majors in BACKEND_SM.items() if sm.partition(".")[0] in majors]
         yield f"{backend} does not run on SM {sm}; use --attention-backend {' or '.join(fitting)}"
-    if topology.dcp > 1:
+    if topology.dcp > 1 and backend not in OWNERS:
         if "dcp-comm-backend" not in flags:
             yield "DCP without --dcp-comm-backend runs ag_rs under another label; add --dcp-comm-backend a2a"
-        if backend == "FLASH_ATTN_MLA" and flags.get("dcp-comm-backend") == "a2a":
+        if backend == "TRITON_MLA":
             yield (
-                "FLASH_ATTN_MLA dies with stock a2a in vLLM 0.32.0; use --attention-backend FLASHMLA"
-                " or --dcp-comm-backend ag_rs"
+                "TRITON_MLA rounds its LSE to BF16, which shifts a rank's weight by up to 3%;"
+                " use --attention-backend PEER_TRITON_MLA"
             )
     if str(flags.get("kv-cache-dtype", "")).startswith("fp8"):
         try:

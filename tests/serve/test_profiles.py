@@ -64,7 +64,8 @@ def test_weights_of_a_gpu_by_hand() -> None:
             ("--attention-backend=TOKENSPEED_MLA",),
             "does not run on SM 9.0; use .*FLASHMLA",
         ),
-        ("h200-8x2", "dcp8", ("--attention-backend", "FLASH_ATTN_MLA"), "dies with stock a2a"),
+        ("h200-8x2", "dcp8", ("--attention-backend", "TRITON_MLA"), "LSE to BF16.*PEER_TRITON_MLA"),
+        ("b300-8", "dcp8", ("--attention-backend", "PEER_FLASH_ATTN_MLA"), "does not run on SM 10.3; use"),
         (
             "b300-8",
             "tp8",
@@ -98,6 +99,22 @@ def test_dcp_without_a_collective_backend_is_refused() -> None:
     flags = {name: value for name, value in profile.flags.items() if not name.startswith("kv-cache")}
     assert "ag_rs" in next(fit.objections(profile, shape, flags))
     assert not list(fit.objections(profile, shape, {**flags, "dcp-comm-backend": "a2a"}))
+
+
+@pytest.mark.parametrize("backend", fit.OWNERS)
+def test_a_backend_with_its_own_collectives_needs_no_collective_backend(backend: str) -> None:
+    from kimi_k3_serve.attention.backends import BACKENDS
+
+    assert backend in BACKENDS and backend in fit.BACKEND_SM
+    profile = load("rtx6000-16" if backend == "B12X_MLA" else "h200-16")
+    flags = profile.flags | {"attention-backend": backend}
+    assert not list(fit.attention(profile, Topology(16, 8), flags))
+
+
+def test_flash_attn_mla_goes_with_either_exchange() -> None:
+    """Its death with a2a is cured (`attention/cures.py`)."""
+    for exchange in ("a2a", "ag_rs"):
+        plan("h200-8x2", "dcp8", "--attention-backend", "FLASH_ATTN_MLA", "--dcp-comm-backend", exchange)
 
 
 def test_nodes_of_one_engine() -> None:
