@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How right each decode path of Kimi-K3's own MLA layer is: real vLLM engines on two GPUs against a float32 run.
+
+    python benchmarks/decode_parity.py --out FOLDER [--arms NAME ...] [--together 12] [--tolerance 0.3]
+
+A small slice (`CONFIG`: the real hidden width and MLA geometry, 2 MLA and 2 KDA layers, few small experts) with the
+weights of `kimi_k3_serve.weights`. `slice_reference` decodes every prompt greedily in float32; every arm (`ARMS`) is
+an offline engine in a process of its own, teacher-forced on those tokens, first each prompt alone, then all prompts at
+once (chunked prefill of 2,048 tokens, so that decodes run beside prefills and prefills have context). Engines load at
+the same time and answer one after the other.
+
+Compared are top-20 logprobs: with the reference, with TP2, and an arm alone with itself in company; the first token
+of an answer (its prefill) apart from the others (its decodes). Besides, `decode_probe` records one decode step of
+each MLA layer inside the workers and holds every step of it (query gather, partial outputs, LSEs, merge) against
+float64, so that a wrong answer names the step that made it.
+
+FOLDER gets parity.json, the table that is printed, and each arm's log. An arm that dies is reported with its last
+words; it fails the run only if it is not one that is expected to die.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.parity import logprob_distance
+
+ROOT = Path(__file__).parents[1]
+
+LENGTHS = (40, 127, 513, 1800, 4100, 12000)
+OUTPUT_TOKENS = 24
+TOP_K = 20
+RESTARTS = 4
+PROBED = 2  # index of the prompt whose second decode step is recorded
+READY_S = 300.0  # for the reference, which the arms wait for
+TURN_S = 120  # after which an arm that hangs ends itself and lets the next one answer
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "vocab_size": 32768,
+    "hidden_size": 7168,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "head_dim": 128,
+    "num_shared_experts": 1,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "use_grouped_topk": True,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "num_nextn_predict_layers": 0,
+    "routed_expert_hidden_size": 1024,
+    "latent_moe_use_norm": True,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+        "num_heads": 96,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+
+
+def stock(backend: str, exchange: str) -> dict[str, Any]:
+    return {"backend": backend, "dcp_comm_backend": exchange, "env": {"KIMI_K3_PREFILL_KV": "stock"}}
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "tp2": {"backend": "FLASH_ATTN_MLA"},
+    "fa3+ag_rs": stock("FLASH_ATTN_MLA", "ag_rs"),
+    "fa3+a2a": stock("FLASH_ATTN_MLA", "a2a"),
+    "fa3+a2a uncured": stock("FLASH_ATTN_MLA", "a2a") | {"uncured": True, "dies": True},
+    "flashmla+ag_rs": stock("FLASHMLA", "ag_rs"),
+    "flashmla+a2a": stock("FLASHMLA", "a2a"),
+    "triton+ag_rs": stock("TRITON_MLA", "ag_rs"),
+    "triton+a2a": stock("TRITON_MLA", "a2a"),
+    "peer fa3": {"backend": "PEER_FLASH_ATTN_MLA"},
+    "peer flashmla": {"backend": "PEER_FLASHMLA", "env": {"KIMI_K3_VERIFY_PREFILL_KV": "1"}},
+    "peer triton": {"backend": "PEER_TRITON_MLA"},
+    "peer fa3 graphs": {"backend": "PEER_FLASH_ATTN_MLA", "graphs": True},
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    options.add_argument(
+        "--together", type=int, default=len(ARMS), help="engines that are up at the same time"
+    )
+    options.add_argument("--tolerance", type=float, default=0.3, help="largest accepted difference in nats")
+    options.add_argument("--timeout", type=float, default=420.0, help="seconds until an arm is given up")
+    options.add_argument("--reference-device", default="cuda:1")
+    options.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.arm:
+        answer(args.arm, args.out)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    generator = np.random.Generator(np.random.PCG64(7))
+    prompts = [
+        {
+            "id": f"p{length}",
+            "prompt": generator.integers(3, CONFIG["vocab_size"], size=length).tolist(),
+            "output_tokens": OUTPUT_TOKENS,
+        }
+        for length in LENGTHS
+    ]
+    (args.out / "prompts.json").write_text(json.dumps(prompts))
+
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    reference = [sys.executable, "-m", "kimi_k3_serve.slice_reference", "--model", str(args.out)]
+    reference += ["--prompts", str(args.out / "prompts.json"), "--out", str(args.out / "reference.part")]
+    started = time.monotonic()
+    reference_log = (args.out / "reference.log").open("w")
+    referee = subprocess.Popen(
+        [*reference, "--device", args.reference_device],
+        stdout=reference_log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+    )
+    ended: dict[str, int] = {}
+    waiting = list(args.arms)
+    running: dict[str, tuple[Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < args.together:
+            name = waiting.pop(0)
+            running[name] = start(name, args.out, environment, list(ARMS).index(name))
+        for name, (process, since) in list(running.items()):
+            late = time.monotonic() - since > args.timeout
+            if late or process.poll() is not None:
+                stop(process)
+                ended[name] = process.returncode
+                del running[name]
+                seconds = time.monotonic() - started
+                print(f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode}", flush=True)
+        if referee.poll() == 0 and (args.out / "reference.part").is_file():
+            (args.out / "reference.part").rename(args.out / "reference.json")
+            print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
+        if referee.poll() not in (None, 0):
+            for process, _ in running.values():
+                stop(process)
+            sys.exit(f"the reference failed: {last_words(args.out / 'reference.log')}")
+        time.sleep(0.5)
+    referee.wait()
+    report = judge(args.out, args.arms, ended, args.tolerance)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    (args.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = table(report)
+    (args.out / "parity.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    sys.exit(0 if report["ok"] else 1)
+
+
+def start(name: str, out: Path, environment: Mapping[str, str], index: int) -> tuple[Any, float]:
+    """An arm in a process group of its own, with ports of its own."""
+    arm = ARMS[name]
+    own = dict(arm.get("env", {})) | {
+        "VLLM_PORT": str(21000 + 200 * index),
+        "MASTER_PORT": str(20500 + index),
+        "DECODE_PROBE_UNCURED": "1" if arm.get("uncured") else "0",
+    }
+    with (out / f"{slug(name)}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--out", str(out), "--arm", name],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment) | own,
+            start_new_session=True,
+        )
+    return process, time.monotonic()
+
+
+def stop(process: Any) -> None:
+    """An arm with everything it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def answer(name: str, out: Path) -> None:
+    """In an arm's process: load, warm up, wait for the reference and for the turn, answer."""
+    from vllm import LLM
+
+    arm = ARMS[name]
+    dcp: dict[str, Any] = {}
+    if name != "tp2":
+        dcp = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
+    if "dcp_comm_backend" in arm:
+        dcp["dcp_comm_backend"] = arm["dcp_comm_backend"]
+    engine = LLM(
+        model=str(out),
+        skip_tokenizer_init=True,
+        load_format="kimi_k3_seeded",
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        attention_backend=arm["backend"],
+        enforce_eager=not arm.get("graphs", False),
+        compilation_config=GRAPHS if arm.get("graphs") else {"mode": 0},
+        max_model_len=16384,
+        max_num_batched_tokens=2048,
+        max_num_seqs=8,
+        max_logprobs=TOP_K,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 30,
+        worker_extension_cls="decode_probe.DecodeProbe",
+        disable_log_stats=True,
+        seed=0,
+        **dcp,
+    )
+    prompts = json.loads((out / "prompts.json").read_text())
+    warm = [prompt["prompt"] for prompt in prompts[-2:]]
+    complete(engine, [warm[0][:50], warm[1][:5000]], 3)
+    deadline = time.monotonic() + READY_S
+    while not (out / "reference.json").is_file():
+        if time.monotonic() > deadline:
+            sys.exit("no reference")
+        time.sleep(0.2)
+    reference = {entry["id"]: entry for entry in json.loads((out / "reference.json").read_text())}
+    with turn(out):
+        begun = time.monotonic()
+        alone: dict[str, Any] = {}
+        probes: list[Any] = []
+        for index, prompt in enumerate(prompts):
+            probe = index == PROBED and bool(dcp) and not arm.get("graphs")
+            if probe:
+                engine.collective_rpc("start_probe")
+            alone |= forced(engine, [prompt], reference)
+            if probe:
+                probes = engine.collective_rpc("end_probe", args=(str(out / f"probe-{slug(name)}"),))
+        together = forced(engine, prompts, reference)
+        seconds = time.monotonic() - begun
+    result: dict[str, Any] = {"alone": alone, "together": together, "seconds": round(seconds, 1)}
+    if probes:
+        from decode_probe import steps
+
+        result["steps"] = steps(out / f"probe-{slug(name)}", 2)
+    (out / f"{slug(name)}.json").write_text(json.dumps(result))
+
+
+def forced(engine: Any, prompts: Sequence[Any], reference: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Prompt id -> for each position {"token", "top", "decoded"} in the context prompt + reference[:position].
+
+    An engine decodes freely; where its token is not the reference's, the rest of its answer is dropped and a new
+    request goes on behind the reference's token. The first position of each request comes from a prefill.
+    """
+    found: dict[str, list[Any]] = {prompt["id"]: [] for prompt in prompts}
+    for _ in range(1 + RESTARTS):
+        open_ones = [prompt for prompt in prompts if len(found[prompt["id"]]) < OUTPUT_TOKENS]
+        if not open_ones:
+            break
+        contexts = [
+            prompt["prompt"] + reference[prompt["id"]]["tokens"][: len(found[prompt["id"]])]
+            for prompt in open_ones
+        ]
+        counts = [OUTPUT_TOKENS - len(found[prompt["id"]]) for prompt in open_ones]
+        for prompt, answers in zip(open_ones, complete(engine, contexts, counts), strict=True):
+            positions, tokens = found[prompt["id"]], reference[prompt["id"]]["tokens"]
+            for count, (token, top) in enumerate(answers):
+                positions.append({"token": token, "top": top, "decoded": count > 0})
+                if token != tokens[len(positions) - 1]:
+                    break
+    return found
+
+
+def complete(
+    engine: Any, contexts: Sequence[Sequence[int]], counts: Sequence[int] | int
+) -> list[list[tuple[int, dict[str, float]]]]:
+    """Greedy tokens and top-20 logprobs of all contexts at once."""
+    from vllm import SamplingParams
+
+    each = [counts] * len(contexts) if isinstance(counts, int) else counts
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=TOP_K, detokenize=False)
+        for n in each
+    ]
+    asked = [{"prompt_token_ids": list(context)} for context in contexts]
+    outputs = engine.generate(asked, params, use_tqdm=False)
+    return [
+        [
+            (token, {str(other): float(value.logprob) for other, value in top.items()})
+            for token, top in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        ]
+        for output in outputs
+    ]
+
+
+@contextmanager
+def turn(out: Path) -> Iterator[None]:
+    """One arm at a time: GPU work of several processes would share the GPUs by time slices."""
+    with (out / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        signal.alarm(TURN_S)
+        yield
+        signal.alarm(0)
+
+
+def judge(out: Path, arms: Sequence[str], ended: Mapping[str, int], tolerance: float) -> dict[str, Any]:
+    """Differences of every arm, in nats, and whether all are within the tolerance."""
+    reference = {
+        entry["id"]: [
+            {"token": token, "top": top, "decoded": position > 0}
+            for position, (token, top) in enumerate(zip(entry["tokens"], entry["top_logprobs"], strict=True))
+        ]
+        for entry in json.loads((out / "reference.json").read_text())
+    }
+    answers = {
+        name: json.loads((out / f"{slug(name)}.json").read_text())
+        for name in arms
+        if (out / f"{slug(name)}.json").is_file()
+    }
+    rows, ok = [], True
+    for name in arms:
+        if name not in answers:
+            expected = bool(ARMS[name].get("dies"))
+            ok &= expected
+            words = last_words(out / f"{slug(name)}.log")
+            rows.append({"arm": name, "died": ended.get(name), "expected": expected, "words": words})
+            continue
+        mine = answers[name]
+        row: dict[str, Any] = {"arm": name, "seconds": mine["seconds"]}
+        row["alone vs reference"] = differences(mine["alone"], reference)
+        row["together vs reference"] = differences(mine["together"], reference)
+        row["alone vs together"] = differences(mine["alone"], mine["together"])
+        if "tp2" in answers and name != "tp2":
+            row["alone vs tp2"] = differences(mine["alone"], answers["tp2"]["alone"])
+        row["right"] = all(
+            found["missing"] == 0 and max(found["prefill_max"], found["decode_max"]) <= tolerance
+            for key, found in row.items()
+            if " vs " in key
+        )
+        row["steps"] = mine.get("steps")
+        ok &= row["right"] or bool(ARMS[name].get("dies"))
+        rows.append(row)
+    first = {entry[0]["token"] for entry in reference.values()}
+    return {
+        "ok": ok,
+        "tolerance": tolerance,
+        "lengths": LENGTHS,
+        "output_tokens": OUTPUT_TOKENS,
+        "distinct_first_tokens": len(first),
+        "config": CONFIG,
+        "arms": rows,
+    }
+
+
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Largest and median difference of a listed token's logprob, of prefills and of decodes."""
+    by_kind: dict[bool, list[float]] = {False: [], True: []}
+    tokens = missing = 0
+    for name, ours in left.items():
+        missing += OUTPUT_TOKENS - min(len(ours), len(right[name]))
+        for mine, other in zip(ours, right[name], strict=False):
+            by_kind[mine["decoded"] or other["decoded"]].append(logprob_distance(mine["top"], other["top"]))
+            tokens += mine["token"] != other["token"]
+    return {
+        "prefill_max": max(by_kind[False], default=0.0),
+        "decode_max": max(by_kind[True], default=0.0),
+        "decode_median": float(np.median(by_kind[True])) if by_kind[True] else 0.0,
+        "decodes": len(by_kind[True]),
+        "other_tokens": tokens,
+        "missing": missing,
+    }
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"nats; tolerance {report['tolerance']}; largest difference of a prefill / of a decode (median)",
+        f"{'arm':18s} {'alone vs reference':>24s} {'together vs reference':>24s} {'alone vs together':>24s}"
+        f" {'alone vs tp2':>24s}  verdict",
+    ]
+    for row in report["arms"]:
+        if "died" in row:
+            kind = "as expected" if row["expected"] else "NOT expected"
+            lines.append(f"{row['arm']:18s} died ({kind}): {row['words']}")
+            continue
+        cells = []
+        for key in ("alone vs reference", "together vs reference", "alone vs together", "alone vs tp2"):
+            found = row.get(key)
+            cells.append(
+                f"{found['prefill_max']:.3f} / {found['decode_max']:.3f} ({found['decode_median']:.3f})"
+                if found
+                else "-"
+            )
+        lines.append(
+            f"{row['arm']:18s} "
+            + " ".join(f"{cell:>24s}" for cell in cells)
+            + ("  right" if row["right"] else "  WRONG")
+        )
+    for row in report["arms"]:
+        for step in row.get("steps") or []:
+            lines.append(f"{row['arm']:18s} {step}")
+    return lines
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that names an error, else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [
+        line for line in lines if "Error" in line and "EngineDeadError" not in line and "See" not in line
+    ]
+    return (errors or lines or ["nothing"])[-1][-300:]
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-").replace("+", "-")
+
+
+if __name__ == "__main__":
+    main()
