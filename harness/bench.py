@@ -2,6 +2,7 @@
 """`python -m harness bench`: a TP2 / DCP2 pair on this machine, end to end, and its report."""
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -99,6 +100,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument(
         "--image", metavar="NAME", help="serve each arm from this image with the Docker engine (by digest)"
     )
+    bench.add_argument(
+        "--bisect",
+        type=float,
+        metavar="STEP",
+        help="with --resident: after the walk, close in on each limit's boundary down to this step in QPS, like 0.025",
+    )
+    bench.add_argument("--json", action="store_true", help="events as JSON lines on stdout, no report there")
     resident_bench.add_arguments(bench)
     gpu_bench.add_arguments(bench)
     bench.set_defaults(run=run)
@@ -108,6 +116,13 @@ def options_from(arguments: argparse.Namespace) -> Options:
     """Raises UserError for an unknown arm, a rate or limit that is not usable."""
     if arguments.launches < 1:
         raise UserError(f"--launches is {arguments.launches}; give at least 1")
+    for option in ("budget", "bisect"):
+        if (value := getattr(arguments, option)) is not None and not 0 < value < math.inf:
+            raise UserError(f"--{option} is {value:g}; give a positive number")
+    if arguments.bisect and not arguments.resident:
+        raise UserError(
+            "--bisect needs --resident: else every rate that it chooses would restart each engine"
+        )
     if arguments.resume and not arguments.out:
         raise UserError("--resume needs the run to go on with; name it with --out")
     size = QUICK if arguments.quick else FULL
@@ -136,6 +151,9 @@ def options_from(arguments: argparse.Namespace) -> Options:
         launches=arguments.launches,
         resume=arguments.resume,
         start_engine=in_image.starter(arguments.image) if arguments.image else process.start,
+        budget_s=None if arguments.budget is None else 60 * arguments.budget,
+        bisect_qps=arguments.bisect,
+        json=arguments.json,
     )
 
 
@@ -160,7 +178,7 @@ def run(arguments: argparse.Namespace) -> None:
         return print(describe(options))
     if arguments.resident:
         return resident_bench.run_on_cpu(arguments, options)
-    carry_out(PairRun(options, sys.stderr), options.out)
+    carry_out(PairRun(options, sys.stderr), options.out, json=options.json)
 
 
 def describe(options: Options) -> str:

@@ -128,9 +128,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     arguments.arms = ",".join(names)
     options, resident = resident_plan(arguments, profile, arms)
-    print(describe(options, resident), flush=True)
+    print(describe(options, resident), flush=True, file=sys.stderr if options.json else sys.stdout)
     if not arguments.dry_run:
-        carry_out(ResidentRun(options, resident, sys.stderr), options.out)
+        carry_out(ResidentRun(options, resident, sys.stderr), options.out, json=options.json)
 
 
 def profile_of(arguments: argparse.Namespace, gpus: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -208,6 +208,8 @@ def resident_plan(
         program=tuple(shlex.split(arguments.engine_command)),
         cache=arguments.cache,
         resume=arguments.resume,
+        bisect_qps=arguments.bisect,
+        json=arguments.json,
     )
     others = (length + ANSWER_ROOM for length in (*options.parity_lengths, arguments.context_tokens or 0))
     serving = on_gpus(

@@ -10,9 +10,11 @@ What is in the run's folder: run_folder.py. All arms' engines at once: resident.
 
 import asyncio
 import json
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from harness import parity
 from harness.arms import Arm
@@ -26,7 +28,7 @@ from harness.launches import kept_answers, launch_order
 from harness.load import Progress, Target
 from harness.parity_collect import collect
 from harness.prepare import ask_reference, make_checkpoint, sha256_of
-from harness.progress import ProgressLine
+from harness.progress import display, tell_plan
 from harness.run_folder import RunFolder, number
 from harness.serving import HOST, longest_context, on_cpu
 from harness.sla import SOURCE_LIMITS_S, Limits
@@ -45,7 +47,9 @@ class Options:
     `rates` are fractions of the first arm's capacity, or requests a second with `absolute_rates`. `limits_s`
     are applied limits in seconds, None to derive them. `program` offers serve, checkpoint and reference.
     Each arm is started `launches` times and swept each time; `resume` goes on with the run in `out`.
-    `start_engine` starts an arm's engine: as a process here, or in a container of an image.
+    `start_engine` starts an arm's engine: as a process here, or in a container of an image. No cell starts that
+    would not end within `budget_s` of the run's begin. `bisect_qps`: boundaries are closed in on down to this step
+    (resident.py). `json`: events for programs on stdout.
     """
 
     out: Path
@@ -65,6 +69,9 @@ class Options:
     launches: int = 1
     resume: bool = False
     start_engine: Start = start
+    budget_s: float | None = None
+    bisect_qps: float | None = None
+    json: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -104,6 +111,7 @@ class PairRun:
         self.steps = Steps(stream)
         self._stream = stream
         self._folder: RunFolder | None = None
+        self._began_s = time.monotonic()
         self._interrupted = False
         self._stop: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -151,26 +159,26 @@ class PairRun:
 
         manifest = self._run.manifest
         answers = kept_answers(self._run.path, manifest) if options.resume else {}
+        told = False
         for arm, launch in launch_order(options.arms, options.launches):
             if answers.keys() >= {arm.name} and self._is_measured(arm, launch):
                 continue
+            if self._left_s() <= 0:
+                return self._note_budget()
             name = arm.name if options.launches == 1 else f"{arm.name} launch {launch + 1}"
             with step(f"{name} start"):
                 engine = await self._start(arm, launch, model)
             with engine:
                 model_name = await engine.guard(ask_model(engine.url, None), "starting")
                 target = Target(arm.name, engine.url, model_name)
-                if arm.name not in answers:
-                    with step(f"{name} parity"):
-                        continuations = {
-                            asked: [p.token for p in answer] for asked, answer in reference.items()
-                        }
-                        asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
-                        answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
-                        proofs = self._run.read_proofs(arm.name)
-                        if refusal := self._run.judge(prompts, reference, answers, self.steps):
-                            raise UserError(refusal)
-                        arm.require_proof(proofs, used=True)
+                with step(f"{name} parity"):  # of every launch: a few seconds beside its start
+                    continuations = {asked: [p.token for p in answer] for asked, answer in reference.items()}
+                    asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
+                    answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
+                    proofs = self._run.read_proofs(arm.name)
+                    if refusal := self._run.judge(prompts, reference, answers, self.steps):
+                        raise UserError(refusal)
+                    arm.require_proof(proofs, used=True)
                 if not manifest["frozen"]:
                     with step(f"{name} baseline"):
                         await self._baseline(engine, target, options.trace(options.seed + 1, vocab_size))
@@ -178,10 +186,28 @@ class PairRun:
                     with step("calibration"):
                         manifest["client_calibration"] = await brief(trace)
                         self.steps.say(f"  {error_bar(manifest['client_calibration'])}")
+                if not told:
+                    told = True
+                    whole = Plan(
+                        tuple(manifest["rates"]), repeats=options.launches, budget_s=options.budget_s
+                    )
+                    tell_plan(whole, len(options.arms), trace.span, self._stream, json=options.json)
                 with step(f"{name} sweep"):
-                    await self._sweep(engine, target, trace, launch)
+                    finished = await self._sweep(engine, target, trace, launch)
             self._save()
+            if not finished:
+                return self._note_budget()
         self._run.note_what_bound(options.arms)
+
+    def _left_s(self) -> float:
+        budget_s = self.options.budget_s
+        return math.inf if budget_s is None else self._began_s + budget_s - time.monotonic()
+
+    def _note_budget(self) -> None:
+        note = "The budget ended this run before its last cell; --resume goes on with it."
+        self._run.manifest["notes"].append(note)
+        self.steps.say(note)
+        self._run.note_what_bound(self.options.arms)
 
     # Preparation
 
@@ -247,8 +273,12 @@ class PairRun:
             f" rates {', '.join(map(number, manifest['rates']))} QPS"
         )
 
-    async def _sweep(self, engine: Engine, target: Target, trace: Trace, launch: int) -> None:
-        """Cells one by one; an engine that dies, or an interruption, ends its cell, which is kept, marked."""
+    async def _sweep(self, engine: Engine, target: Target, trace: Trace, launch: int) -> bool:
+        """Cells one by one; an engine that dies, or an interruption, ends its cell, which is kept, marked.
+
+        False when the budget ended it early.
+        """
+        finished = True
         rates = self._run.manifest["rates"]
         order = [(arm.name, n) for arm, n in launch_order(self.options.arms, self.options.launches)]
         before = order.index((target.name, launch)) * len(rates)
@@ -258,16 +288,22 @@ class PairRun:
             position = Position(key, before + index, len(order) * len(rates))
             self._stop = stop = asyncio.Event()
             watching = asyncio.ensure_future(_set_at_end(engine, stop))
-            plan = Plan((rate,), first_repeat=launch, request_timeout_s=600.0, drain_timeout_s=120.0)
+            plan = Plan(
+                (rate,),
+                first_repeat=launch,
+                request_timeout_s=600.0,
+                drain_timeout_s=120.0,
+                budget_s=None if self.options.budget_s is None else self._left_s(),
+            )
             try:
-                with ProgressLine(self._stream) as line:
+                with display(self._stream, json=self.options.json) as line:
 
                     def show(
-                        _: Position, progress: Progress, line: ProgressLine = line, at: Position = position
+                        _: Position, progress: Progress, line: Any = line, at: Position = position
                     ) -> None:
                         line(at, progress)
 
-                    await measure(
+                    finished = await measure(
                         self._run.store,
                         [target],
                         trace,
@@ -288,6 +324,9 @@ class PairRun:
             if not engine.alive() or (self._run.has_failures(key) and await engine.dying()):
                 self._run.mark_aborted(key)
                 raise engine.death(f"measuring at {rate:g} QPS")
+            if not finished:
+                return False
+        return True
 
     # The run's folder
 

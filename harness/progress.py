@@ -2,13 +2,15 @@
 """How far a run is: one line for people, events for programs."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from harness.course import Plan, planned_rates, walk_seconds
 from harness.load import Progress
-from harness.sweep import Position
+from harness.sweep import FIRST_TAIL_S, Position
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -63,6 +65,49 @@ class ProgressLine:
             self._stream.write(line + "\n")
             self._printed_at = time.monotonic()
         self._stream.flush()
+
+
+def display(stream: TextIO, *, json: bool) -> JsonEvents | ProgressLine:
+    """Events on stdout, or lines on `stream`."""
+    return JsonEvents(sys.stdout) if json else ProgressLine(stream)
+
+
+def plan_facts(plan: Plan, arms: int, span: float) -> dict[str, Any]:
+    """What a sweep will do and how long its walk takes in seconds; `may_not_fit`: rates that the budget may not
+    hold."""
+    fitting = planned_rates(plan, arms, span, FIRST_TAIL_S)
+    return {
+        "cells": arms * plan.repeats * len(plan.rates),
+        "rates_qps": list(plan.rates),
+        "repeats": plan.repeats,
+        "walk_s": walk_seconds(plan, arms, span, FIRST_TAIL_S),
+        "bisect_qps": plan.grid_qps,
+        "budget_s": plan.budget_s,
+        "may_not_fit_qps": [rate for rate in plan.rates if rate not in fitting],
+    }
+
+
+def plan_text(plan: Plan, arms: int, span: float) -> str:
+    """The same in one line."""
+    facts = plan_facts(plan, arms, span)
+    words = (
+        f"plan: {facts['cells']} cells, about {facts['walk_s'] / 60:.1f} min"
+        f" (each the trace's span at its rate and {FIRST_TAIL_S:g} s)"
+    )
+    if plan.grid_qps:
+        words += f", then boundaries bisected down to {plan.grid_qps:g} QPS"
+    if plan.budget_s is not None:
+        words += f"; budget {plan.budget_s / 60:.3g} min"
+        if left_out := facts["may_not_fit_qps"]:
+            words += f", which {', '.join(f'{rate:g}' for rate in left_out)} QPS may not fit into"
+    return words
+
+
+def tell_plan(plan: Plan, arms: int, span: float, stream: TextIO, *, json: bool) -> None:
+    """For people always, for programs with `json`."""
+    print(plan_text(plan, arms, span), file=stream, flush=True)
+    if json:
+        JsonEvents(sys.stdout).tell("plan", **plan_facts(plan, arms, span))
 
 
 def progress_line(position: Position, progress: Progress) -> str:

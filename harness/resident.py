@@ -357,6 +357,8 @@ class ResidentRun:
             session=self._session,
             warm_up=warm_up,
             kill=self.resident.kill,
+            bisect_qps=self.options.bisect_qps,
+            json=self.options.json,
         )
         try:
             finished = await self._cells.measure(trace, lambda: self._left_s() - self._idle_cost_s())

@@ -87,7 +87,7 @@ def run_on_cpu(arguments: argparse.Namespace, options: Options) -> None:
     serving = on_cpu(options.program, model, options.kv_cache_memory_bytes, options.max_model_len)
     vocab_size = json.loads((model / "config.json").read_bytes())["vocab_size"]
     resident = resident_options(arguments, serving, vocab_size)
-    carry_out(ResidentRun(options, resident, sys.stderr), options.out)
+    carry_out(ResidentRun(options, resident, sys.stderr), options.out, json=options.json)
 
 
 def arms_of(names: str) -> tuple[Arm, ...]:

@@ -6,6 +6,7 @@ cell is measured from its beginning; the manifest's `deaths` say what died of wh
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ from harness.arms import Arm
 from harness.errors import UserError
 from harness.fleet import Fleet
 from harness.load import Progress
-from harness.progress import ProgressLine
+from harness.progress import display, tell_plan
 from harness.run_folder import RunFolder
 from harness.steps import Steps
 from harness.store import CellKey
@@ -41,10 +42,14 @@ class ResidentSweep:
         session: int,
         warm_up: Callable[[str], Awaitable[None]],
         kill: str | None = None,
+        bisect_qps: float | None = None,
+        json: bool = False,
     ) -> None:
         self.left_out: dict[str, str] = {}
         self._fleet, self._arms, self._run, self._steps, self._stream = fleet, arms, folder, steps, stream
         self._session, self._warm_up, self._kill = session, warm_up, kill
+        self._bisect_qps, self._json = bisect_qps, json
+        self._told = False
         self._killed = False
         self._restarts: dict[str, int] = {}
         self._interrupted = False
@@ -70,7 +75,7 @@ class ResidentSweep:
             finished = False
             self._stop, self._at = asyncio.Event(), None
             try:
-                with ProgressLine(self._stream) as line:
+                with display(self._stream, json=self._json) as line:
                     finished = await self._measure_cells(trace, left_s(), line, self._stop)
             except UserError as raised:
                 error = raised
@@ -92,7 +97,7 @@ class ResidentSweep:
                 await self._replace(name, [str(key) for key in failing if key.arm == name])
 
     async def _measure_cells(
-        self, trace: Trace, left_s: float, line: ProgressLine, stop: asyncio.Event
+        self, trace: Trace, left_s: float, line: Callable[[Position, Progress], None], stop: asyncio.Event
     ) -> bool:
         manifest, targets = self._run.manifest, self._fleet.targets
 
@@ -106,8 +111,12 @@ class ResidentSweep:
             repeats=manifest["repeats"],
             request_timeout_s=REQUEST_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
-            budget_s=left_s,
+            budget_s=left_s if math.isfinite(left_s) else None,
+            grid_qps=self._bisect_qps,
         )
+        if not self._told:
+            self._told = True
+            tell_plan(plan, len(targets), trace.span, self._stream, json=self._json)
         async with self._fleet.watched(stop):
             return await measure(
                 self._run.store,

@@ -13,17 +13,17 @@ import uvloop
 
 from harness import calibrate
 from harness.client import OK, RequestRecord, Timeouts
-from harness.course import Plan, planned_rates, walk_seconds
+from harness.course import Plan
 from harness.engines.endpoint import ask_model, check_reachable, describe_server
 from harness.errors import UserError
 from harness.load import Target
 from harness.options import parse_arm, parse_limits, parse_rates
-from harness.progress import JsonEvents, ProgressLine
+from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
 from harness.signals import on_ending
 from harness.sla import Limits, Rule
 from harness.store import RunStore, new_arm, new_manifest
-from harness.sweep import FIRST_TAIL_S, measure
+from harness.sweep import measure
 from harness.trace import Trace, load_trace
 
 
@@ -101,23 +101,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def plan_text(plan: Plan, arms: int, span: float) -> str:
-    """What a sweep will do and how long its walk takes, in one line."""
-    fitting = planned_rates(plan, arms, span, FIRST_TAIL_S)
-    walk_s = walk_seconds(plan, arms, span, FIRST_TAIL_S)
-    words = (
-        f"plan: {arms * plan.repeats * len(plan.rates)} cells, about {walk_s / 60:.1f} min"
-        f" (each the trace's span at its rate and {FIRST_TAIL_S:g} s)"
-    )
-    if plan.grid_qps:
-        words += f", then boundaries bisected down to {plan.grid_qps:g} QPS"
-    if plan.budget_s is not None:
-        words += f"; budget {plan.budget_s / 60:g} min"
-        left_out = [f"{rate:g}" for rate in plan.rates if rate not in fitting]
-        words += f", which {', '.join(left_out)} QPS may not fit into" if left_out else ""
-    return words
-
-
 async def _targets(
     arms: Sequence[tuple[str, str]], arguments: argparse.Namespace, api_key: str | None
 ) -> list[Target]:
@@ -147,13 +130,13 @@ async def _measure(
     """Measure until done or until the first SIGINT, SIGTERM or SIGHUP."""
     stop = asyncio.Event()
     on_ending(stop.set)
-    print(plan_text(plan, len(targets), trace.span), file=sys.stderr)
+    tell_plan(plan, len(targets), trace.span, sys.stderr, json=arguments.json)
     if not arguments.skip_calibration:
         manifest = store.manifest
         manifest["client_calibration"] = await calibrate.brief(trace)
         store.write_manifest(manifest)
         print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
-    with JsonEvents(sys.stdout) if arguments.json else ProgressLine(sys.stderr) as progress:
+    with display(sys.stderr, json=arguments.json) as progress:
         return await measure(store, targets, trace, plan, engines=engines, on_progress=progress, stop=stop)
 
 

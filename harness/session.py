@@ -2,12 +2,14 @@
 """Runs a pair to its end, an interruption or an error, and in every case reports what was kept."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Protocol
 
 import uvloop
 
 from harness.errors import UserError
+from harness.progress import JsonEvents
 from harness.report import write_report
 from harness.signals import on_ending
 from harness.store import RunStore
@@ -24,16 +26,24 @@ class Run(Protocol):
     async def run(self) -> None: ...
 
 
-def carry_out(run: Run, out: Path) -> None:
-    """Raises the run's UserError, and one for an interruption, after the report is written."""
+def carry_out(run: Run, out: Path, *, json: bool = False) -> None:
+    """Raises the run's UserError, and one for an interruption, after the report is written.
+
+    The report is printed, or with `json` an event in its place.
+    """
     try:
         uvloop.run(_until_done_or_interrupted(run))
     except asyncio.CancelledError:
         raise UserError(f"interrupted; {_kept(run.store)}") from None
     finally:
         if run.store:
-            print(write_report(run.store), end="")
-    print(f"\nresults are in {out}")
+            report = write_report(run.store)
+            if not json:
+                print(report, end="")
+    if json and run.store:
+        JsonEvents(sys.stdout).tell("done", dir=str(out), cells=sum(1 for _ in run.store.cells()))
+    else:
+        print(f"\nresults are in {out}")
 
 
 async def _until_done_or_interrupted(run: Run) -> None:

@@ -169,6 +169,8 @@ def test_arm_without_its_proof_is_not_measured(
         (["--arms", "tp2,tp2"], "error: --arms tp2,tp2 names an arm twice; name each once\n"),
         (["--rates", "0.3,fast"], "error: rate 'fast' is not a number"),
         (["--sla", "8,4"], "error: --sla '8,4' is not usable"),
+        (["--budget", "-1"], "error: --budget is -1; give a positive number"),
+        (["--bisect", "0.025"], "error: --bisect needs --resident: else every rate"),
         (["--engine-command", "false"], "error: checkpoint failed (exit status 1); its log is"),
     ],
 )
@@ -337,8 +339,27 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
         f"{arm}_q{rate}_r{launch}" for arm in ("dcp2", "tp2") for rate in (20, 40) for launch in (0, 1)
     ]
     assert all(cell.facts["launch"] == cell.key.repeat for cell in cells)
+    steps = read(out / "manifest.json")["steps_s"]  # of the second session
+    assert {"tp2 launch 2 parity", "tp2 launch 2 sweep"} <= steps.keys()  # no launch is timed unchecked
     assert all(path.stat().st_mtime_ns == kept[path] for path in complete & kept.keys())
     assert not any(cell.facts["aborted"] for cell in cells)
     assert engines_of(out) == []
     assert main([*words, "--resume", "--seed", "9"]) == 2
     assert "was measured with another trace" in capsys.readouterr().err
+
+
+def test_a_budget_that_holds_no_cell_is_planned_told_and_noted(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 0.001 requests a second a cell lasts an hour: it is never begun."""
+    words = arguments(out, "--arms", "tp2", "--absolute-rates", "--sla", "1,2", "--budget", "5", "--json")
+    words[words.index("0.5,1.2")] = "0.001,20"
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    plan, done = (json.loads(line) for line in shown.out.splitlines())
+    assert (plan["event"], plan["cells"], plan["budget_s"]) == ("plan", 2, 300.0)
+    assert plan["walk_s"] > 3000 and plan["may_not_fit_qps"] == [0.001, 20.0]
+    assert (done["event"], done["cells"], done["dir"]) == ("done", 0, str(out))
+    assert "plan: 2 cells" in shown.err and "budget 5 min, which 0.001, 20 QPS may not fit into" in shown.err
+    assert any("--resume goes on" in note for note in read(out / "manifest.json")["notes"])
+    assert engines_of(out) == []

@@ -306,6 +306,7 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
         code, text, err = await harness(*words, *arm, "--rates", "20,40", "--bisect", "10", "--resume")
         assert code == 0, err
         events = [json.loads(line) for line in text.splitlines()]
+        assert (events[0]["event"], events[0]["cells"], events[0]["bisect_qps"]) == ("plan", 2, 10.0)
         told = [(event["offered_qps"], event["index"]) for event in events if event["event"] == "cell"]
         assert told == [(40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 0.2 s: 30 halves the boundary
         assert events[-1]["event"] == "done" and events[-1]["cells"] == 3

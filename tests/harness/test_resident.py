@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All arms' engines at once, against the fake engine: deaths, resumption, arms that fail, what is kept of it."""
 
+import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.cli import main
+from harness.errors import UserError
+from harness.fleet import gather_all
 from harness.long_context import Answer, paired_text, while_all_decode
 from harness.store import RunStore
 
@@ -94,6 +98,18 @@ def test_arm_that_does_not_prove_itself_is_left_out(
     assert any(note.startswith("dcp2 was left out") for note in read(out / "manifest.json")["notes"])
 
 
+async def test_others_are_given_up_when_too_few_are_left() -> None:
+    async def fails() -> None:
+        raise UserError("no")
+
+    began = time.monotonic()
+    outcomes = await gather_all(
+        [asyncio.sleep(60), fails(), asyncio.sleep(0, "done")], lambda failed: failed > 0
+    )
+    assert time.monotonic() - began < 30
+    assert str(outcomes[0]).startswith("given up") and str(outcomes[1]) == "no" and outcomes[2] == "done"
+
+
 @pytest.mark.parametrize("despite", [False, True])
 def test_arms_that_disagree(
     despite: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -103,7 +119,7 @@ def test_arms_that_disagree(
     out = tmp_path / "run"
     assert main(on_gpus(out, *(["--despite-refusal"] if despite else []))) == (0 if despite else 2)
     shown = capsys.readouterr()
-    assert "|Δlogprob| 0.5 > 0.25 (tp2 vs dcp2)" in (shown.out if despite else shown.err)
+    assert "|Δlogprob| 0.5 > 0.3 (tp2 vs dcp2)" in (shown.out if despite else shown.err)
     assert len(measured(out)) == (6 if despite else 0)
     assert "fixed-cohort P50 TTFT |" not in shown.out.partition("## Cells")[0]
 
@@ -139,3 +155,19 @@ def test_time_between_tokens_while_all_contexts_decode() -> None:
     assert second.ttft_s == 10.0 and first.gaps_s() == [3.0, 3.0, 3.0, 1.0, 1.0]
     late = Answer(0.0, (13.0, 14.0))
     assert while_all_decode([first, late]) == {"tpot_ms": None, "gaps": 0}
+
+
+def test_boundaries_are_bisected_on_a_grid_that_both_arms_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone a prefill takes up to 0.15 s; at 60 requests a second the last of four waits for all others."""
+    out = tmp_path / "run"
+    words = arguments(out, "--resident", "--bisect", "29", "--json")
+    for before, after in (("6,12", "2,60"), ("15,25", "0.3,25"), ("0.01", "0.09")):
+        words[words.index(before)] = after
+    assert main(words) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (events[0]["event"], events[0]["cells"], events[0]["bisect_qps"]) == ("plan", 4, 29.0)
+    assert events[-1]["event"] == "done" and events[-1]["cells"] == 6
+    cells = measured(out)
+    assert {(arm, rate) for arm, rate, *_ in cells[4:]} == {("tp2", 29.0), ("dcp2", 29.0)}
