@@ -3,7 +3,7 @@
 
 A chunk's part of that copy, int32, C = its padded local rows rounded up:
 
-    header [16]        padded local rows, C, tiles
+    header [16]        padded local rows, -, tiles
     rows [3, C]        destination, request and position of each padded local row
     tiles [tiles, 2]   runs of other ranks' compact rows; only where rows are to be scaled on arrival
     gathered [N]       where each compact row stands after an all-gather; only for the collective fallback
@@ -92,12 +92,12 @@ def upload(
         for count, run, order in zip(counts, runs, orders, strict=True)
     ]
     pinned = device.type == "cuda"
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+    host = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
     on_device = host if device.type == "cpu" else torch.empty_like(host, device=device)
     buffer, begin, answers = host.numpy(), 0, []
     for chunk, run, order, count, size in zip(chunks, runs, orders, counts, sizes, strict=True):
         capacity, part = align(count), buffer[begin : begin + size]
-        part[:3] = count, capacity, len(run)
+        part[:3] = count, 0, len(run)
         maps = part[ALIGNMENT:][: 3 * capacity].reshape(3, capacity)[:, :count]
         built = build_context_map(*chunk, rank=rank, world_size=world_size, out=maps)
         part[ALIGNMENT + 3 * capacity :][: run.size] = run.ravel()

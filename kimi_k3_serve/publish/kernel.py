@@ -53,7 +53,11 @@ def clock_ns():
 
 @triton.jit
 def trap():
-    """End the kernel and the CUDA context with an error."""
+    """End the kernel and the CUDA context with an error, once what this program has stored is out."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()  # one thread has stored, and any thread's trap ends them all
     tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -155,7 +159,7 @@ def await_signals(
 
 
 PUBLISH = (
-    "cache", "table", "chunk", "peers", "state", "multicast", "slot_offset", "table_stride",
+    "cache", "table", "chunk", "map_stride", "peers", "state", "multicast", "slot_offset", "table_stride",
     "report", "limit_ns", "scale", "kv_c_out", "k_pe_out",
 )  # fmt: skip
 
@@ -165,6 +169,7 @@ def publish_kernel(
     cache: tl.int64,
     table: tl.int64,
     chunk: tl.int64,
+    map_stride: tl.int64,
     peers: tl.int64,
     state: tl.int64,
     multicast: tl.int64,
@@ -200,7 +205,7 @@ def publish_kernel(
     Args:
         cache: the paged cache; BLOCK_STRIDE and ROW_STRIDE in words of type WORD, multiples of 16 bytes.
         table: [requests, >= blocks] int32, rows `table_stride` apart; aligned to 4 bytes only.
-        chunk: the chunk's maps, as `chunks.upload` lays them out.
+        chunk: the chunk's maps of `map_stride` entries each, as `chunks.upload` lays them out.
         peers: [WORLD_SIZE] int64, address of each rank's memory.
         state: [2] int64 of this ubatch, this rank's own: epoch, and programs that have finished.
         multicast: address that reaches every rank's memory; with MULTICAST only.
@@ -212,21 +217,23 @@ def publish_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     header = pointer(chunk, tl.int32)
+    # Read here, so that a captured graph can be replayed with another number; nothing waits for it before `keep`.
     num_local_rows = tl.load(header)
-    map_stride = tl.multiple_of(tl.load(header + 1), 16)
     destinations = header + 16
+    stride = tl.multiple_of(map_stride.to(tl.int32), 16)
     words = pointer(cache, WORD)
     blocks = table.to(tl.pointer_type(tl.int32))
     memories = pointer(peers, tl.int64)
     factor = 0.0
     if SCALED:
         factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
-    for first in range(program * ROWS, num_local_rows, programs * ROWS):
+    for first in range(program * ROWS, stride, programs * ROWS):
         row = first + tl.arange(0, ROWS)
-        destination = tl.load(destinations + row, mask=row < num_local_rows, other=-1).to(tl.int64)
-        keep = destination >= 0
-        request = tl.load(destinations + map_stride + row, mask=keep, other=0).to(tl.int64)
-        position = tl.load(destinations + 2 * map_stride + row, mask=keep, other=0)
+        mapped = row < stride
+        destination = tl.load(destinations + row, mask=mapped, other=-1).to(tl.int64)
+        request = tl.load(destinations + stride + row, mask=mapped, other=0).to(tl.int64)
+        position = tl.load(destinations + 2 * stride + row, mask=mapped, other=0)
+        keep = (destination >= 0) & (row < num_local_rows)
         block = tl.load(blocks + request * table_stride + position // BLOCK_SIZE, mask=keep, other=0)
         source = words + block.to(tl.int64) * BLOCK_STRIDE + (position % BLOCK_SIZE) * ROW_STRIDE
         copy_rows(
@@ -285,7 +292,9 @@ def scale_run(plane, out, begin, rows, scale, WIDTH: tl.constexpr, ROWS: tl.cons
     tl.store(pointer(out, OUT) + first + element, scaled(raw, scale, OUT), mask=kept)
 
 
-SCALE = ("memory", "state", "report", "slot_offset", "limit_ns", "chunk", "scale", "kv_c_out", "k_pe_out")
+SCALE = (
+    "memory", "state", "report", "slot_offset", "limit_ns", "chunk", "map_stride", "scale", "kv_c_out", "k_pe_out",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SCALE)
@@ -296,6 +305,7 @@ def scale_kernel(
     slot_offset: tl.int64,
     limit_ns: tl.int64,
     chunk: tl.int64,
+    map_stride: tl.int64,
     scale: tl.int64,
     kv_c_out: tl.int64,
     k_pe_out: tl.int64,
@@ -318,7 +328,7 @@ def scale_kernel(
     await_signals(signals, epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX)
     header = pointer(chunk, tl.int32)
     num_tiles = tl.load(header + 2)
-    tiles = header + 16 + 3 * tl.load(header + 1)
+    tiles = header + 16 + 3 * map_stride
     factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
     slot = pointer(memory + slot_offset, tl.uint8)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -18,6 +18,7 @@ from publish_world import LATENT, ROPE, PagedWorld
 
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher, dequantise
+from kimi_k3_serve.publish.ranks import Scaled
 from kimi_k3_serve.symmetric.region import LocalRegion
 
 pytestmark = [
@@ -50,15 +51,25 @@ class Ranks:
             source.rank.programs = PROGRAMS  # type: ignore[attr-defined]
         self.streams = [torch.cuda.Stream() for _ in regions]
         self.kept: list[object] = []
-        # Kernels are loaded before one of them spins: loading may wait for an idle GPU.
-        world = PagedWorld([5], world_size, (LATENT + ROPE) * dtype.itemsize, device=CUDA)
-        self.bind(world)
-        for step in (self.push, self.wait):
-            for rank in range(world_size):
-                step(rank, 0, 0)
+        self.bind(PagedWorld([5], world_size, (LATENT + ROPE) * dtype.itemsize, device=CUDA))
+        torch.cuda._sleep(1)
+        self.load(lambda rank: self.push(rank, 0, 0, wait=True))
+        self.load(lambda rank: self.wait(rank, 0, 0), pushes=True)
+
+    def load(self, launch: Callable[[int], None], *, pushes: bool = False, **changes: Any) -> None:
+        """Launch each rank's kernel while all others have signalled. Loading it may wait for an idle GPU, so it must
+        not happen while another rank's kernel spins on it.
+
+        Args:
+            pushes: the launch itself does not push.
+            changes: of the others' pushes.
+        """
+        for rank in range(self.world_size):
+            for other in range(self.world_size):
+                if other != rank or pushes:
+                    self.push(other, 0, 0, **changes)
+            launch(rank)
             torch.cuda.synchronize()
-        self.each(lambda rank: self.push(rank, 0, 0, wait=True))
-        torch.cuda.synchronize()
 
     def bind(self, world: PagedWorld) -> None:
         self.world = world
@@ -66,9 +77,21 @@ class Ranks:
         self.chunks = [world.chunk(rank, CUDA, tiles=tiles) for rank in range(self.world_size)]
         self.kept.append((world, self.chunks))  # other streams still read them
 
-    def push(self, rank: int, slot: int, ubatch: int, *, wait: bool = False) -> None:
-        self.publishers[rank].rank.push(
-            self.cache(rank), self.world.tables[rank], self.chunks[rank], slot, ubatch, wait=wait
+    def push(self, rank: int, slot: int, ubatch: int, *, wait: bool = False, scale: Any = None) -> None:
+        source, chunk = self.publishers[rank], self.chunks[rank]
+        scaled = None
+        if scale is not None:
+            outputs = [
+                torch.empty(chunk.num_rows, n, dtype=source.model_dtype, device=CUDA) for n in (LATENT, ROPE)
+            ]
+            scaled = Scaled(scale, *outputs)
+        source.rank.push(
+            self.cache(rank), self.world.tables[rank], chunk, slot, ubatch, wait=wait, scaled=scaled
+        )
+
+    def gather(self, rank: int, slot: int, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.publishers[rank].gather(
+            self.cache(rank), self.world.tables[rank], self.chunks[rank], slot=slot, scale=scale
         )
 
     def cache(self, rank: int) -> torch.Tensor:
@@ -130,6 +153,9 @@ def test_e4m3_rows_are_scaled_with_one_rounding(model_dtype: torch.dtype) -> Non
     world_size = 2
     ranks = Ranks(world_size, torch.float8_e4m3fn, capacity=4096)
     scale = torch.tensor([0.3717], device=CUDA)
+    for source in ranks.publishers:
+        source.model_dtype = model_dtype
+    ranks.load(lambda rank: ranks.gather(rank, 0, scale), scale=scale)
     for index, contexts in enumerate([CONTEXTS, [1], [4096]]):
         world = PagedWorld(contexts, world_size, LATENT + ROPE, device=CUDA, seed=index)
         for raw in world.caches.values():
@@ -139,11 +165,7 @@ def test_e4m3_rows_are_scaled_with_one_rounding(model_dtype: torch.dtype) -> Non
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def gather(rank: int, slot: int = index % SLOTS, found: dict[int, Any] = found) -> None:
-            source = ranks.publishers[rank]
-            source.model_dtype = model_dtype
-            found[rank] = source.gather(
-                ranks.cache(rank), ranks.world.tables[rank], ranks.chunks[rank], slot=slot, scale=scale
-            )
+            found[rank] = ranks.gather(rank, slot, scale)
 
         ranks.each(gather)
         torch.cuda.synchronize()
@@ -336,7 +358,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
     )
     assert "CUDA error:" in done.stdout, done.stderr[-2000:]
-    assert "rank 0: rank 1 did not publish epoch 3 into slot 1 of ubatch 0 within 0.2 s" in done.stdout
+    assert "rank 0: rank 1 did not publish epoch 5 into slot 1 of ubatch 0 within 0.2 s" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -105,6 +105,18 @@ def test_memory_of_another_group_or_size_is_refused(place: Layout, found: str) -
         Publisher(region, place, torch.bfloat16, transport="shared", implementation="torch")
 
 
+def test_nothing_is_made_on_the_default_device() -> None:
+    """vLLM builds layers under another default device, where host memory cannot be pinned."""
+    place = layout(world_size=1)
+    region = LocalRegion.group(1, place.nbytes)[0]
+    with torch.device("meta"):
+        source = Publisher(region, place, torch.bfloat16, transport="peer", implementation="triton")
+        [chunk] = upload([([3], [[3]], [0])], rank=0, world_size=1, device=torch.device("cpu"), tiles=True)
+    rank = source.rank
+    made = (chunk.memory, rank.report, rank.state, rank.peers)  # type: ignore[attr-defined]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
 def test_rows_are_not_scaled_without_the_runs_of_other_ranks() -> None:
     place = layout(world_size=1, latent_bytes=512, rope_bytes=64)
     source = one_rank(place, torch.float8_e4m3fn)

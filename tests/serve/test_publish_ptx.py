@@ -54,37 +54,42 @@ def publish(
     return ptx(kernel.publish_kernel, constants)
 
 
-def stores(text: str) -> int:
-    """Of 16 bytes; every other is of 8: counter and epoch where it publishes, four words of report where it waits."""
-    wide = len(re.findall(r"st\.global\.v4\.b32", text))
-    others = len(re.findall(r"\bst\.global", text)) - wide
+def words(text: str, kind: str) -> int:
+    """32-bit words that a thread loads ("ld") or stores ("st") in rows: 16 bytes at a time, `k_pe` perhaps 8."""
+    four = len(re.findall(rf"{kind}\.global\.v4\.b32 (?:\[|\{{ %r)", text))  # not in `copy_16_bytes_to_all`
+    two = len(re.findall(rf"{kind}\.global\.v2\.b32", text))
+    assert two <= 2 * four / 8  # of 9 parts of a row, 8 are `kv_c`
+    return 4 * four + 2 * two
+
+
+def stored(text: str) -> int:
+    """Words of rows; every other store is of 8 bytes: counter and epoch of a push, four words of a wait's report."""
+    others = len(re.findall(r"\bst\.global", text)) - len(re.findall(r"\bst\.global\.v[24]\.b32", text))
     bookkeeping = 2 * ("release.exch" in text) + 4 * ("%globaltimer" in text)
     assert others == len(re.findall(r"st\.global\.b64", text)) == bookkeeping
-    return wide
+    return words(text, "st")
 
 
 @pytest.mark.parametrize("item", [2, 1], ids=["bf16", "fp8"])
 def test_multicast_stores_rows_by_multimem_alone(item: int) -> None:
     text = publish(multicast=True, item=item)
     assert "multimem.st.relaxed.sys.global.v4.f32" in text
-    assert stores(text) == 0
+    assert stored(text) == 0
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("item", [2, 1], ids=["bf16", "fp8"])
-def test_peer_stores_16_bytes_at_a_time_to_every_rank(item: int, world_size: int) -> None:
+def test_peer_stores_wide_words_to_every_rank(item: int, world_size: int) -> None:
     text = publish(multicast=False, item=item, world_size=world_size)
     assert "multimem" not in text
-    loads = len(re.findall(r"ld\.global\.v4\.b32", text))
-    assert loads > 0 and stores(text) == world_size * loads
+    assert stored(text) == world_size * words(text, "ld") > 0
 
 
 @pytest.mark.parametrize("multicast", [True, False])
 def test_rows_scaled_on_the_way_cost_no_second_load(multicast: bool) -> None:
     """Bytes to every rank, and twice as many, rounded to nearest, to this rank's own output."""
     text = publish(multicast=multicast, item=1, scaled=True, wait=False)
-    loads = len(re.findall(r"ld\.global\.v4\.b32 \{ %r", text))  # not those of `copy_16_bytes_to_all`
-    assert loads > 0 and stores(text) == (2 + 2 * (not multicast)) * loads
+    assert stored(text) == (2 + 2 * (not multicast)) * words(text, "ld") > 0
     assert "cvt.rn.f16x2.e4m3x2" in text and "cvt.rn.bf16x2.f32" in text
 
 
@@ -103,7 +108,10 @@ def test_signals_are_released_after_all_programs_were_acquired(multicast: bool) 
 def test_wait_acquires_reads_the_clock_and_can_end_the_kernel() -> None:
     text = ptx(kernel.wait_kernel, group(8), num_warps=1)
     assert "atom.global.sys.acquire.add" in text
-    assert "%globaltimer" in text and "trap;" in text
+    assert "%globaltimer" in text
+    # The report is out before any thread ends the kernel.
+    fence, trap = text.index("fence.acq_rel.sys"), text.index("trap;")
+    assert text.rindex("st.global", 0, trap) < fence < text.rindex("bar.sync", 0, trap) < trap
     unwaited = publish(multicast=False, wait=False)
     assert "atom.global.sys.acquire.add" not in unwaited and "trap;" not in unwaited
 
@@ -120,7 +128,7 @@ def test_scaling_waits_before_it_reads_a_row() -> None:
     text = ptx(kernel.scale_kernel, constants)
     loads = [m.start() for m in re.finditer(r"ld\.global\.v4\.b32", text)]
     assert text.rindex("atom.global.sys.acquire.add") < min(loads)
-    assert "ld.global.b8" not in text and stores(text) == 2 * len(loads)
+    assert "ld.global.b8" not in text and stored(text) == 2 * words(text, "ld")
 
 
 def test_dequantise_compiles_for_e4m3() -> None:
