@@ -13,7 +13,8 @@ the peer ways again after a replay of their graph with other inputs.
     pair    the same for two projections, BF16 [rows, 3584] and FP32 [rows, 896]; nccl: two all-gathers
     gemm    x [rows, 7168] times the latent weight (2,112 columns), alone or with the output gate's 12,288 / W beside it
             replicated    every rank computes all latent columns
-            sharded       every rank computes 1/W of them, and the peer gather
+            sharded       every rank computes 1/W of them, and the peer gather; "fused" is both in one launch, taking
+                          so many inputs at a time
             Each layer of the graph has weights of its own, so that they come from memory, not from the cache. "dsv3" is
             vLLM's low-latency GEMM, left out where vLLM is not installed or does not take the shape; else cuBLAS.
 
@@ -27,6 +28,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kimi_k3_serve.projection import shard
-from kimi_k3_serve.projection.exchange import Geometry, PeerGather
+from kimi_k3_serve.projection.exchange import Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.symmetric import allocate
 
 BAR = 2.0
 GATE = 96 * 128
+STEPS = (512, 1024)
 PAIR = ((3584, torch.bfloat16), (896, torch.float32))
 Call = Callable[[int], Any]
 """One call of a layer, whose number it gets."""
@@ -106,6 +109,7 @@ class Bench:
         self.local = shard.local_widths((shard.Q_A, shard.KV_A), self.world)
         self.peer = self.build(*(2 * width for width in self.local))
         self.peer_pair = self.build(*(width // self.world * dtype.itemsize for width, dtype in PAIR))
+        self.fused = {step: self.build_fused(step) for step in STEPS}
         self.dsv3 = dsv3()
         self.weights: dict[int, list[torch.Tensor]] = {}
         self.table: list[dict[str, Any]] = []
@@ -114,6 +118,13 @@ class Bench:
         geometry = Geometry(first, second)
         nbytes = geometry.nbytes(self.world)
         return PeerGather(allocate("peer", nbytes, self.group, self.device, host_group=self.group), geometry)
+
+    def build_fused(self, step: int) -> PeerProjection:
+        first, second = self.local
+        geometry = Geometry(2 * first, 2 * second)
+        nbytes = geometry.nbytes(self.world)
+        region = allocate("peer", nbytes, self.group, self.device, host_group=self.group)
+        return PeerProjection(region, geometry, shard.HIDDEN, step=step)
 
     def bits(self, rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         """[rows, width] of arbitrary bits, the same on every rank."""
@@ -174,7 +185,14 @@ class Bench:
 
     def gemm(self, rows: int) -> None:
         latent, own, gate = shard.Q_A + shard.KV_A, sum(self.local), GATE // self.world
-        x = torch.randn(rows, shard.HIDDEN, device=self.device, dtype=torch.bfloat16)
+        generator = torch.Generator(self.device).manual_seed(rows)  # the same rows on every rank
+        x = torch.randn(rows, shard.HIDDEN, generator=generator, device=self.device).bfloat16()
+        for step, fused in self.fused.items():
+            weights = self.weight(own)
+            found = fused.project(x, weights[0])
+            expected = shard.restore(self.nccl(x.float() @ weights[0].float().t()), self.local)
+            assert torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2), f"fused {step} differs"
+            self.time("gemm", rows, f"latent sharded fused {step}", partial(project, fused, x, weights))
         for beside, label in ((0, "latent"), (gate, "latent+gate")):
             for gemm in ("cublas", "dsv3"):
                 multiply = self.multiplier(gemm)
@@ -213,6 +231,10 @@ class Bench:
         if self.rank == 0:
             print(f"{section:7s} {rows} rows  {way:32s} {microseconds:8.2f} us", flush=True)
         return results
+
+
+def project(fused: PeerProjection, x: torch.Tensor, weights: list[torch.Tensor], layer: int) -> torch.Tensor:
+    return fused.project(x, weights[layer])
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from kimi_k3_serve.symmetric.region import Region, addresses
 MAX_ROWS = 8
 UNIT = 8  # bytes of payload that move as one; they take twice as many in a slot
 UNITS = 128  # units of a block: one a thread
+STEP = 1024  # columns of the hidden state that a product takes at a time
 
 
 @dataclass(frozen=True)
@@ -139,3 +140,89 @@ class PeerGather:
             PTX=self.bases.is_cuda,
             num_warps=UNITS // 32,
         )
+
+
+class PeerProjection:
+    """A column-sharded projection of one to `rows` rows and the gather of its columns, in one launch.
+
+    Has slots and epochs of its own, beside those of a `PeerGather`. Here too every rank makes the same calls.
+    """
+
+    def __init__(self, region: Region, geometry: Geometry, inputs: int, *, step: int = STEP) -> None:
+        """Args:
+        region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
+        inputs: columns of the hidden state, a multiple of 16.
+        step: of them that a block takes at a time, a power of two.
+        """
+        own = region.peers[region.rank]
+        if own.numel() < geometry.nbytes(region.world_size):
+            raise ValueError(
+                f"region of {own.numel()} bytes; {geometry.nbytes(region.world_size)} are needed"
+            )
+        if reason := geometry.objection():
+            raise ValueError(reason)
+        self.region, self.geometry, self.inputs = region, geometry, inputs
+        self.rank, self.world_size = region.rank, region.world_size
+        self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
+        self.step = min(step, inputs & -inputs)
+        self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
+        shape = (geometry.ubatches, geometry.rows, self.first + self.second)
+        self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile and load the kernel for every number of rows. Collective."""
+        columns = (self.first + self.second) * UNIT // dtype.itemsize
+        weight = torch.zeros(columns, self.inputs, dtype=dtype, device=self.bases.device)
+        rows = 1
+        while rows <= self.geometry.rows:
+            self.project(weight.new_zeros(rows, self.inputs), weight)
+            rows *= 2
+
+    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether this product can go this way. Depends on what is alike on all ranks."""
+        return (
+            x.dim() == 2
+            and 0 < x.shape[0] <= self.geometry.rows
+            and x.shape[1] == self.inputs
+            and x.stride(1) == 1
+            and x.stride(0) % 16 == 0
+            and x.storage_offset() % 16 == 0
+            and x.dtype == weight.dtype
+            and x.dtype.itemsize == 2
+            and x.dtype.is_floating_point
+            and x.device == weight.device == self.bases.device
+            and weight.is_contiguous()
+            and weight.shape == ((self.first + self.second) * 4, self.inputs)
+        )
+
+    def project(self, x: torch.Tensor, weight: torch.Tensor, ubatch: int = 0) -> torch.Tensor:
+        """[rows, inputs] times this rank's [columns, inputs], transposed -> [rows, W * columns], first part first."""
+        rows, own = x.shape[0], self.first + self.second
+        out = torch.empty(rows, self.world_size * own, dtype=torch.int64, device=x.device)
+        kernels.project_kernel[(own,)](
+            x,
+            weight,
+            out,
+            x.stride(0),
+            rows,
+            self.bases,
+            self.epochs[ubatch],
+            ubatch * self.geometry.slots_bytes(self.world_size),
+            self.rank,
+            K=self.inputs,
+            STEP=self.step,
+            FIRST=self.first,
+            SECOND=self.second,
+            ROWS=self.geometry.rows,
+            M=power_of_two(rows),
+            WORLD_SIZE=self.world_size,
+            WORLD_PADDED=power_of_two(self.world_size),
+            PTX=self.bases.is_cuda,
+            num_warps=8,
+        )
+        return out.view(x.dtype)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number` (at least 1)."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -105,7 +105,7 @@ def receive(address, epoch, valid, PTX: tl.constexpr):
         low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
         high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
         stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
-        while tl.sum(stale.to(tl.int32), axis=0) > 0:
+        while tl.sum(stale.to(tl.int32)) > 0:
             low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
             high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
             stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
@@ -186,3 +186,75 @@ def gather_kernel(
     )
     tl.debug_barrier()  # every thread has read the counter
     tl.store(counter, epoch)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "slots_offset", "rank"], do_not_specialize_on_alignment=["out", "epochs"]
+)
+def project_kernel(
+    x,
+    weight,
+    out,
+    x_stride,
+    rows,
+    bases,
+    epochs,
+    slots_offset,
+    rank,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_PADDED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Multiply a few rows by this rank's columns and gather the products from all ranks. Grid: FIRST + SECOND.
+
+    Block u computes unit u, four columns of half precision summed in float32, pushes it as soon as it has it, and
+    receives unit u of every rank. Blocks of equal number wait for one another.
+
+    Args:
+        x: [rows, K]; weight: [4 * (FIRST + SECOND), K] contiguous, of the same half-precision dtype.
+        out: int64, [rows, WORLD_SIZE * (FIRST + SECOND)] contiguous: all ranks' first parts, then their second parts.
+        bases, slots_offset: as for `gather_kernel`, in slots of this kernel's own.
+        epochs: [ROWS, FIRST + SECOND] int32 of this rank and ubatch.
+        M, WORLD_PADDED: `rows` and WORLD_SIZE, or more, as powers of two.
+    """
+    OWN: tl.constexpr = FIRST + SECOND
+    GATHERED: tl.constexpr = WORLD_SIZE * OWN
+    unit = tl.program_id(0)
+    row = tl.arange(0, M)
+    other = tl.arange(0, WORLD_PADDED)[None, :]
+    counters = epochs + row * OWN + unit
+    # Volatile, so that they are not put off until the product is there and their latency shows.
+    epoch = tl.load(counters, mask=row < rows, other=0, volatile=True) + 1
+    base = tl.load(bases + other, mask=other < WORLD_SIZE, other=0, volatile=True)
+    own_base = tl.load(bases + rank, volatile=True)
+
+    lane = tl.arange(0, 4 * M)
+    inputs = x + (lane // 4)[:, None] * x_stride
+    columns = weight + (unit * 4 + lane % 4)[:, None] * K
+    k = tl.arange(0, STEP)[None, :]
+    products = tl.zeros([4 * M, STEP], tl.float32)
+    for start in tl.static_range(0, K, STEP):
+        w = tl.load(columns + start + k)
+        a = tl.load(inputs + start + k, mask=(lane // 4 < rows)[:, None], other=0.0)
+        products += w.to(tl.float32) * a.to(tl.float32)
+    sums = tl.sum(products, axis=1).to(weight.dtype.element_ty)
+    halves = sums.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+    payload = tl.sum(tl.reshape(halves, [M, 4]) << (tl.arange(0, 4) * 16)[None, :].to(tl.int64), axis=1)
+
+    shape: tl.constexpr = [M, WORLD_PADDED]
+    valid = tl.broadcast_to((row < rows)[:, None] & (other < WORLD_SIZE), shape)
+    stamp = tl.broadcast_to(epoch[:, None], shape)
+    place = slots_offset + (((slot_of(epoch) * ROWS + row) * GATHERED + unit) * 16).to(tl.int64)[:, None]
+    push(base + place + rank * OWN * 16, tl.broadcast_to(payload[:, None], shape), stamp, valid, PTX)
+    ours = own_base + place + other * OWN * 16
+    arrived = receive(ours, stamp, valid, PTX)
+    logical = tl.where(unit < FIRST, other * FIRST + unit, WORLD_SIZE * FIRST + other * SECOND + unit - FIRST)
+    tl.store(out + row[:, None] * GATHERED + logical, arrived, mask=valid)
+    tl.debug_barrier()  # every thread has read the counters
+    tl.store(counters, epoch, mask=row < rows)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from kimi_k3_serve.projection.exchange import MAX_ROWS
+from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerProjection
 from kimi_k3_serve.projection.gather import Choice, LatentGather, select, select_pair
-from kimi_k3_serve.projection.shard import KV_A, Q_A, local_widths, restore
+from kimi_k3_serve.projection.shard import HIDDEN, KV_A, Q_A, local_widths, restore
+from kimi_k3_serve.symmetric import allocate
 
 W = 2
 WIDTHS = (Q_A, KV_A)
@@ -119,6 +120,38 @@ def pair_equal(rank: int, group: Any) -> None:
         assert all(same(a, b) for a, b in zip(gather(*own), whole, strict=True)), (step, rows)
 
 
+def product_equal(rank: int, group: Any) -> None:
+    """Product and gather in one launch: exact on whole numbers, in graphs too, one to eight rows, either rank late."""
+    first, second = local_widths(WIDTHS, W)
+    geometry = Geometry(2 * first, 2 * second)
+    device = torch.device("cuda", torch.cuda.current_device())
+    nbytes = geometry.nbytes(W)
+    region = allocate("peer", nbytes, group.device_group, device, host_group=group.cpu_group)
+    source = PeerProjection(region, geometry, HIDDEN)
+    source.warm_up(torch.bfloat16)
+    source.warm_up(torch.float16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step in range(6 * MAX_ROWS):
+        rows, dtype = step % MAX_ROWS + 1, (torch.bfloat16, torch.float16)[step // MAX_ROWS % 2]
+        x = torch.randint(-1, 2, (rows, HIDDEN), generator=generator, device="cuda").to(dtype)
+        weight = torch.randint(-1, 2, (sum(WIDTHS), HIDDEN), generator=generator, device="cuda").to(dtype)
+        own = weight[columns(rank, WIDTHS)].contiguous()
+        expected = (x.float() @ weight.float().T).to(dtype)
+        if rank == step % 3:
+            torch.cuda._sleep(DELAY)
+        assert source.takes(x, own)
+        assert same(source.project(x, own), expected), (step, rows)
+        if step % MAX_ROWS in (0, 7):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = [source.project(x, own) for _ in range(5)]
+            for _ in range(21):
+                x.neg_()
+                graph.replay()
+            torch.cuda.synchronize()
+            assert all(same(one, (x.float() @ weight.float().T).to(dtype)) for one in found), (step, rows)
+
+
 def graphs_replay(rank: int, group: Any) -> None:
     """300 replays of a graph of 24 gathers with new inputs each, random delays on either rank, eager calls between."""
     gather = latents(group)
@@ -155,7 +188,13 @@ def graphs_replay(rank: int, group: Any) -> None:
         assert int(wrong) == 0 and int(counter) == 1 + 24 * 300 + 6, (rows, int(wrong), int(counter))
 
 
-CASES: tuple[Callable[[int, Any], None], ...] = (rows_equal, fallbacks_equal, pair_equal, graphs_replay)
+CASES: tuple[Callable[[int, Any], None], ...] = (
+    rows_equal,
+    fallbacks_equal,
+    pair_equal,
+    product_equal,
+    graphs_replay,
+)
 
 
 def rank_main(rank: int, folder: str) -> None:

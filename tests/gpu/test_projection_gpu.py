@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 WIDTHS = (Q_A, KV_A)
-CASES = ("rows_equal", "fallbacks_equal", "pair_equal", "graphs_replay")
+CASES = ("rows_equal", "fallbacks_equal", "pair_equal", "product_equal", "graphs_replay")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from kimi_k3_serve.projection import kernels
-from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather
+from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import KV_A, Q_A, local_widths
 from kimi_k3_serve.symmetric.shared import allocate_shared
 
@@ -94,6 +94,27 @@ def pair(rank: int, world_size: int) -> None:
             compare(part, expected, f"step {step}")
 
 
+def projected(rank: int, world_size: int) -> None:
+    """The product and its gather in one launch: exact on whole numbers, in both dtypes, one rank late each time."""
+    widths, inputs = (12 * world_size, 4 * world_size), 96
+    geometry = Geometry(2 * 12, 2 * 4, ubatches=2)
+    region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
+    source = PeerProjection(region, geometry, inputs)
+    source.epochs[1].fill_(-3)  # wraps on the way
+    dist.barrier()
+    for step, rows in enumerate((1, 8, 3, 1, 2, 1)):
+        dtype = (torch.bfloat16, torch.float16)[step % 2]
+        generator = torch.Generator().manual_seed(step)
+        hidden = torch.randint(-3, 4, (rows, inputs), generator=generator).to(dtype)
+        weight = torch.randint(-2, 3, (sum(widths), inputs), generator=generator).to(dtype)
+        own = shard(weight.T, widths, rank, world_size).T.contiguous()
+        if rank == step % world_size:
+            time.sleep(DELAY_S)
+        assert source.takes(hidden, own)
+        expected = (hidden.float() @ weight.float().T).to(dtype)
+        compare(source.project(hidden, own, ubatch=step // 3), expected, f"step {step}, {rows} rows")
+
+
 def steps(rank: int, world_size: int, before: Callable[[PeerGather, int], None]) -> None:
     """Six launches of one row, `before` each of them called with the gather and the step."""
     source = gather(rank, world_size, 2 * 16, 2 * 8)
@@ -157,6 +178,7 @@ def frozen_epoch(rank: int, world_size: int) -> None:
 CASES: dict[str, Callable[[int, int], None]] = {
     "merged": merged,
     "pair": pair,
+    "projected": projected,
     "late inside": late_inside,
     "mutation: one slot": one_slot,
     "mutation: no wait": no_wait,
