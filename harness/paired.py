@@ -27,8 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import binomtest
-from scipy.stats import t as student
+from scipy.special import bdtr, stdtrit
 
 from harness.saturation import memory_requests
 from harness.stats import CONFIDENCE, Interval
@@ -143,7 +142,7 @@ def _interval(estimate: float, medians: Floats, drawn: Floats, cohorts: int) -> 
     spread = sum(part**2 / freedom for part, freedom in parts)
     # Estimated parts are subtracted above, which can leave less freedom than the part with the least has.
     freedom = max(variance**2 / spread, min(freedom for _, freedom in parts))
-    half = float(student.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
     return Interval(estimate - half, estimate + half)
 
 
@@ -237,7 +236,8 @@ def mcnemar(first: Mapping[tuple[int, str], bool], other: Mapping[tuple[int, str
     only_first = sum(first[key] and not other[key] for key in keys)
     only_other = sum(other[key] and not first[key] for key in keys)
     discordant = only_first + only_other
-    p = float(binomtest(only_other, discordant).pvalue) if discordant else 1.0
+    # Of n fair coins, at most the smaller count on one side, or on the other.
+    p = min(1.0, 2 * float(bdtr(min(only_first, only_other), discordant, 0.5))) if discordant else 1.0
     return McNemar(only_first, only_other, p)
 
 
@@ -274,5 +274,5 @@ def boundary_difference(first: Sequence[Boundary], other: Sequence[Boundary]) ->
 def _upper_end(values: Floats) -> float:
     if not np.isfinite(values).all():
         return math.inf
-    quantile = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
     return float(values.mean() + quantile * values.std(ddof=1) / math.sqrt(len(values)))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order statistics and shares that do not claim more than the sample holds. Pure.
 
-Differences between arms are in paired.py.
+Differences between arms are in paired.py. Distribution functions come from scipy.special: importing scipy.stats
+takes longer than the rest of the harness.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import binom, binomtest
+import numpy as np
+from scipy.special import bdtr, bdtrc, betaincinv
 
 CONFIDENCE = 0.95
 
@@ -67,7 +69,9 @@ def percentile_interval(values: Sequence[float], percent: int) -> Interval | Non
     n, p, tail = len(values), percent / 100, (1 - CONFIDENCE) / 2
     if not n:
         return None
-    low, high = int(binom.ppf(tail, n, p)), int(binom.isf(tail, n, p)) + 1  # ranks, from 1
+    counts = np.arange(n + 1)
+    low = int((bdtr(counts, n, p) >= tail).argmax())  # ranks, from 1
+    high = int((bdtrc(counts, n, p) <= tail).argmax()) + 1
     if low < 1 or high > n:
         return None
     ordered = sorted(values)
@@ -76,8 +80,10 @@ def percentile_interval(values: Sequence[float], percent: int) -> Interval | Non
 
 def share_interval(count: int, n: int) -> Interval:
     """Clopper and Pearson's exact interval of a share, `count` of `n` requests taken as independent."""
-    ends = binomtest(count, n).proportion_ci(CONFIDENCE, method="exact")
-    return Interval(float(ends.low), float(ends.high))
+    tail = (1 - CONFIDENCE) / 2
+    low = float(betaincinv(count, n - count + 1, tail)) if count else 0.0
+    high = float(betaincinv(count + 1, n - count, 1 - tail)) if count < n else 1.0
+    return Interval(low, high)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:

@@ -211,7 +211,15 @@ async def _warm_up(target: Target, trace: Trace, plan: Plan, stop: asyncio.Event
     if longest.messages is not None:
         request = replace(request, text=None, messages=({"role": "user", "content": text or ""},))
     alone = Trace(header={}, scale=trace.scale, sha256="", requests=(request,))
-    spec = CellSpec(1.0, 0, f"warm-up-{secrets.token_hex(8)}", plan.request_timeout_s, plan.request_timeout_s)
+    spec = CellSpec(
+        1.0,
+        0,
+        f"warm-up-{secrets.token_hex(8)}",
+        plan.request_timeout_s,
+        plan.request_timeout_s,
+        plan.first_token_timeout_s,
+        plan.connect_timeout_s,
+    )
     run = await run_cell(target, alone, spec, stop=stop)
     if not stop.is_set() and (cause := refusal(run.records, of=1)):
         raise UserError(_refused(target, cause))

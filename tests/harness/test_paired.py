@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
+from scipy.stats import t as student
 
 from harness.client import RequestRecord
 from harness.paired import (
     Boundary,
     Launch,
     _interval,
+    _upper_end,
     boundary_difference,
     launch_differences,
     mcnemar,
@@ -183,3 +186,19 @@ def test_near_saturation_there_is_no_interval() -> None:
     refused = paired_estimate(first, other, COHORT_OF, waiting=0.85)
     assert refused.interval is None and refused.median_s is not None and not resolved(refused, 0.0)
     assert refused.reason is not None and refused.reason.startswith("near saturation: 85% of the requests")
+
+
+@pytest.mark.parametrize(("only_first", "only_other"), [(0, 0), (1, 0), (5, 5), (3, 11), (40, 21)])
+def test_mcnemar_agrees_with_scipys_exact_test(only_first: int, only_other: int) -> None:
+    keys = [(0, str(index)) for index in range(only_first + only_other)]
+    first = {key: index < only_first for index, key in enumerate(keys)}
+    other = {key: not missed for key, missed in first.items()}
+    n = only_first + only_other
+    expected = binomtest(only_other, n).pvalue if n else 1.0
+    assert mcnemar(first, other).p == pytest.approx(expected)
+
+
+def test_t_quantiles_agree_with_scipys() -> None:
+    values = np.array([1.0, 2.0, 4.0])
+    expected = values.mean() + student.ppf(0.975, 2) * values.std(ddof=1) / math.sqrt(3)
+    assert _upper_end(values) == pytest.approx(expected)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binom, binomtest
 
 from harness.paired import Launch, paired_estimate
 from harness.stats import (
@@ -95,3 +96,20 @@ def test_shares() -> None:
     none = share_interval(0, 60)
     assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 60)))
     assert 0.5 in share_interval(12, 24)
+
+
+@given(st.integers(1, 400), st.sampled_from([50, 90, 99]))
+def test_ranks_of_an_interval_agree_with_scipys_binomial(n: int, percent: int) -> None:
+    low, high = binom.ppf(0.025, n, percent / 100), binom.isf(0.025, n, percent / 100) + 1
+    interval = percentile_interval([float(rank) for rank in range(1, n + 1)], percent)
+    if low < 1 or high > n:
+        assert interval is None
+    else:
+        assert interval is not None and (interval.low, interval.high) == (low, high)
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_share_interval_agrees_with_scipys_exact_one(case: tuple[int, int]) -> None:
+    expected = binomtest(*case).proportion_ci(0.95, method="exact")
+    interval = share_interval(*case)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
