@@ -2,8 +2,13 @@
 """What of vLLM 0.32.0's own decode path is mended, so that its backends can serve as stock arms.
 
 FLASH_ATTN_MLA hands its LSE over transposed, [H, B] seen as [B, H]. The direct all-to-all of `--dcp-comm-backend a2a`
-insists on packed heads and the engine dies at its first decode step ("partial LSE must have packed heads", vllm issue
-54305). The other exchanges copy such an LSE themselves, and the peer backend takes it in any strides.
+insists on packed heads, a token stride of at least H, and the engine dies at its first decode step ("partial LSE must
+have packed heads", vllm issue 54305). A copy is made even of a single token, whose transposed LSE counts as contiguous
+though its token stride is 1. The other exchanges copy such an LSE themselves, and the peer backend takes any strides.
+
+`CudaCommunicator.reduce_scatter` calls vLLM's own NCCL wrapper without asking whether it is disabled, as it is where
+no NCCL library is found by name; the wrapper then returns at once, and the caller gets memory that nobody has written.
+`ag_rs` hands that on as attention output. Its sister `all_gather` falls back to `torch.distributed`; now both do.
 """
 
 from kimi_k3_serve.patch import Edit, edit_function
@@ -13,7 +18,16 @@ EDITS = {
         Edit(
             "        return o, lse.transpose(0, 1)  # [ H, B ] -> [ B, H ]\n",
             "        lse = lse.transpose(0, 1)  # [ H, B ] -> [ B, H ]\n"
-            '        return o, lse if getattr(self, "owns_decode_dcp_collectives", False) else lse.contiguous()\n',
+            '        if not getattr(self, "owns_decode_dcp_collectives", False):\n'
+            "            lse = lse.clone(memory_format=torch.contiguous_format)\n"
+            "        return o, lse\n",
+        )
+    ],
+    "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator.reduce_scatter": [
+        Edit(
+            "    assert pynccl_comm is not None\n",
+            "    if pynccl_comm is None or pynccl_comm.disabled:\n"
+            "        return super().reduce_scatter(input_, dim)\n",
         )
     ],
 }

@@ -88,7 +88,8 @@ class PeerExchange:
         # [ubatch, gather or merge, (epoch, blocks that have signalled)]
         self.state = torch.zeros(geometry.ubatches, 2, 2, dtype=torch.int64, device=own.device)
         # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
-        self.report = torch.zeros(4, dtype=torch.int64, pin_memory=self.on_gpu)
+        # On the host by name: vLLM builds its layers with a GPU as the default device.
+        self.report = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self.on_gpu)
         self.reported = self.report.numpy()
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}

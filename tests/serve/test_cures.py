@@ -18,9 +18,10 @@ def test_every_cured_text_is_locked() -> None:
         assert any(name == entry or name.startswith(f"{entry}.") for entry in locked), name
 
 
-@pytest.mark.parametrize(("owner", "packed"), [(False, True), (True, False)])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("owner", [False, True])
 def test_flash_attn_mla_packs_its_lse_unless_its_own_merge_reads_it(
-    monkeypatch: pytest.MonkeyPatch, owner: bool, packed: bool
+    monkeypatch: pytest.MonkeyPatch, owner: bool, tokens: int
 ) -> None:
     """The edited upstream text, with a stand-in for the kernel, whose LSE comes as [H, B]."""
     from vllm.v1.attention.backends import fa_utils
@@ -29,11 +30,11 @@ def test_flash_attn_mla_packs_its_lse_unless_its_own_merge_reads_it(
         monkeypatch.setattr(fa_utils, name, None, raising=False)
     flashattn_mla = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")
 
-    tokens, heads, latent, rope = 3, 4, 8, 2
+    heads, latent, rope = 4, 8, 2
     output, lse = torch.randn(tokens, heads, latent), torch.randn(heads, tokens)
     monkeypatch.setattr(flashattn_mla, "flash_attn_varlen_func", lambda **_: (output, lse))
-    ((name, edits),) = cures.EDITS.items()
-    forward = edited(name, edits)
+    name = "vllm.v1.attention.backends.mla.flashattn_mla.FlashAttnMLAImpl.forward_mqa"
+    forward = edited(name, cures.EDITS[name])
     impl = SimpleNamespace(
         kv_lora_rank=latent,
         qk_rope_head_dim=rope,
@@ -58,7 +59,37 @@ def test_flash_attn_mla_packs_its_lse_unless_its_own_merge_reads_it(
     found, stated = forward(impl, query, cache, SimpleNamespace(decode=decode), None)
     assert found is output
     assert torch.equal(stated, lse.T)
-    assert stated.is_contiguous() == packed
+    # What the direct all-to-all asks for: also a single token's stride is that of a whole row.
+    assert (stated.stride() == (heads, 1)) != owner
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_a_reduce_scatter_without_vllms_nccl_goes_through_torch(
+    monkeypatch: pytest.MonkeyPatch, disabled: bool
+) -> None:
+    """Upstream's text returns memory that nobody has written where its NCCL wrapper is disabled."""
+    from vllm.distributed.device_communicators import base_device_communicator, cuda_communicator
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.disabled = disabled
+
+        def reduce_scatter(self, output: torch.Tensor, _: torch.Tensor) -> None:
+            if not self.disabled:
+                output.fill_(2.0)
+
+    def by_torch(output: torch.Tensor, given: torch.Tensor, group: object) -> None:
+        output.copy_(given.chunk(2)[1])
+
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", by_torch)
+    name = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator.reduce_scatter"
+    communicator = object.__new__(cuda_communicator.CudaCommunicator)
+    communicator.world_size, communicator.pynccl_comm, communicator.device_group = 2, Wrapper(), None
+    partial = torch.arange(24.0).view(3, 4, 2)
+    found = edited(name, cures.EDITS[name])(communicator, partial, dim=1)
+    expected = partial[:, 2:] if disabled else torch.full((3, 2, 2), 2.0)
+    assert torch.equal(found, expected) and found.is_contiguous()
+    assert isinstance(communicator, base_device_communicator.DeviceCommunicatorBase)
 
 
 def test_the_plugin_installs_the_cures_on_gpus_only() -> None:

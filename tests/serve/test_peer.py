@@ -129,6 +129,17 @@ def test_rows_that_do_not_begin_on_16_bytes_are_copied_first() -> None:
     assert copy.data_ptr() % 16 == 0 and torch.equal(copy, odd) and copy is not odd
 
 
+def test_an_exchange_is_built_whatever_the_default_device_is() -> None:
+    """vLLM builds its layers under `torch.device("cuda")`; only what is meant to lie there may."""
+    geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4)
+    regions = LocalRegion.group(2, geometry.nbytes(2))
+    with torch.device("meta"):
+        exchange = PeerExchange(regions[0], geometry)
+    for tensor in (exchange.report, exchange.bases, exchange.state):
+        assert tensor.device == regions[0].peers[0].device
+    assert exchange.reported.tolist() == [0, 0, 0, 0]
+
+
 def test_a_timeout_names_rank_step_and_epoch() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4, ubatches=2)
     exchange = PeerExchange(LocalRegion.group(4, geometry.nbytes(4))[1], geometry, timeout_s=5)
