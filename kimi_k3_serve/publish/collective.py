@@ -38,14 +38,25 @@ class Collective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PrefillKV`. The result is this call's own memory; slot and ubatch mean nothing here."""
         # Padded local rows: known on the host without asking the device, since all ranks hold equally many.
-        count = chunk.local_rows
-        _, request, position = (row[:count].long() for row in chunk.rows)
-        block_size = cache.shape[1]
-        raw = cache.view(torch.uint8) if self.dtype.itemsize == 1 else cache
-        local = raw[block_table[request, position // block_size].long(), position % block_size]
+        count, block_size = chunk.local_rows, cache.shape[1]
+        request, position = chunk.rows[1, :count].long(), chunk.rows[2, :count].long()
+        words = widest_words(cache, self.latent * self.dtype.itemsize)
+        local = words[block_table[request, position // block_size].long(), position % block_size]
         gathered = local.new_empty((self.world_size * count, local.shape[1]))
         dist.all_gather_into_tensor(gathered, local, group=self.group)
-        order = chunk.gathered_rows.long()
-        kv_c, k_pe = gathered[:, : self.latent][order], gathered[:, self.latent :][order]
+        order, latent = chunk.gathered_rows, self.latent * self.dtype.itemsize // local.element_size()
+        kv_c = gathered[:, :latent].index_select(0, order)
+        k_pe = gathered[:, latent:].index_select(0, order)
         kv_c, k_pe = kv_c.view(self.dtype), k_pe.view(self.dtype)
         return (kv_c, k_pe) if scale is None else dequantise(kv_c, k_pe, scale, self.model_dtype)
+
+
+def widest_words(cache: torch.Tensor, latent_bytes: int) -> torch.Tensor:
+    """The paged cache as the widest integers that divide rows, their two parts and strides: fewer to be indexed."""
+    item = cache.element_size()
+    sizes = [latent_bytes, cache.shape[-1] * item, *(stride * item for stride in cache.stride()[:-1])]
+    sizes.append(cache.storage_offset() * item)
+    for word in (torch.int64, torch.int32):  # NCCL has no int16
+        if word.itemsize >= item and all(size % word.itemsize == 0 for size in sizes):
+            return cache.view(word)
+    return cache.view(torch.uint8) if item == 1 else cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kimi_k3_serve.publish.chunks import upload
+from kimi_k3_serve.publish.collective import widest_words
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher, PublishError, objection
 from kimi_k3_serve.symmetric import LocalRegion
@@ -149,3 +150,19 @@ def test_what_cannot_be_published_has_a_reason() -> None:
     assert objection(torch.float8_e4m3fn, 512, 64) is None
     assert objection(torch.float8_e5m2, 512, 64) == "a KV cache of torch.float8_e5m2 cannot be published"
     assert "each part must be a power of two" in (objection(torch.bfloat16, 1024, 8) or "")
+
+
+@pytest.mark.parametrize(
+    ("cache", "word"),
+    [
+        (torch.zeros(3, 4, 576, dtype=torch.bfloat16), torch.int64),
+        (torch.zeros(3, 4, 576, dtype=torch.uint8), torch.int64),
+        (torch.zeros(3, 4, 578, dtype=torch.bfloat16)[..., :576], torch.int32),
+        (torch.zeros(3, 4, 577, dtype=torch.uint8)[..., :576], torch.uint8),
+        (torch.zeros(3, 4, 577, dtype=torch.bfloat16)[..., :576], torch.bfloat16),
+    ],
+)
+def test_the_fallback_moves_the_widest_words_that_fit(cache: torch.Tensor, word: torch.dtype) -> None:
+    words = widest_words(cache, 512 * cache.element_size())
+    assert words.dtype == word and words.data_ptr() == cache.data_ptr()
+    assert words.shape[-1] * word.itemsize == 576 * cache.element_size()
