@@ -18,8 +18,8 @@ from harness.resident import ResidentOptions, ResidentRun
 from harness.serving import Serving, on_cpu
 from harness.session import carry_out
 
-BF16 = Tolerance(logprob=0.25)
-"""Of BF16 engines: a logprob near -3 carries a relative error of 2**-8 in each of several sums before it."""
+BF16 = Tolerance(logprob=0.3)
+"""Of slices in BF16: what rounding in another order moves with the seeded weights, with room (docs/decode.md)."""
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:

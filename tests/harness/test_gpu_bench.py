@@ -84,7 +84,7 @@ def test_resident_plan_names_every_engine_and_cell(host: tuple[int, Path], tmp_p
     assert "KIMI_K3_PREFILL_KV=stock" in starts[2] and starts[2].endswith("FLASHMLA --dcp-comm-backend a2a")
     assert len({start[start.index("--kv-cache-memory-bytes") :].split()[1] for start in starts}) == 1
     assert done.stdout.count("  cell ") == 2 * len(arms)
-    assert "60000-180000 prompt tokens" in done.stdout and "tolerance 0.25 nats" in done.stdout
+    assert "60000-180000 prompt tokens" in done.stdout and "tolerance 0.3 nats" in done.stdout
     assert f"SIGKILL for one rank of dcp{count}" in done.stdout
     assert not out.exists()
 
@@ -148,7 +148,10 @@ def test_what_is_missing_is_one_line(given: tuple[str, ...], error: str, tmp_pat
 def test_variants_of_an_arm() -> None:
     stock, ours = Arm.parse("dcp8-stock"), Arm.parse("dcp8")
     assert stock.topology == ours.topology and stock.topology_name == "dcp8"
-    assert not stock.variant.ours and ours.variant.ours
+    assert not stock.variant.paths and "prefill_kv_peer" in ours.variant.paths
+    assert set(Arm.parse("dcp2-shard").variant.features) - set(ours.variant.features) == {
+        "sharded_projections"
+    }
     with pytest.raises(UserError, match="no rank wrote a proof"):
         ours.require_proof((), gpu=True)
 
