@@ -54,8 +54,10 @@ class Collective:
 def widest_words(cache: torch.Tensor, latent_bytes: int) -> torch.Tensor:
     """The paged cache as the widest integers that divide rows, their two parts and strides: fewer to be indexed."""
     item = cache.element_size()
-    sizes = [latent_bytes, cache.shape[-1] * item, *(stride * item for stride in cache.stride()[:-1])]
-    sizes.append(cache.storage_offset() * item)
+    sizes = [
+        latent_bytes,
+        *(n * item for n in (cache.shape[-1], *cache.stride()[:-1], int(cache.storage_offset()))),
+    ]
     for word in (torch.int64, torch.int32):  # NCCL has no int16
         if word.itemsize >= item and all(size % word.itemsize == 0 for size in sizes):
             return cache.view(word)

@@ -20,28 +20,34 @@ def pointer(address, WORD: tl.constexpr):
 
 
 @triton.jit
-def copy_16_bytes_to_all(source, destination, keep):
-    """Load 16 bytes and store them through a multicast address, where `keep` is not 0.
+def copy_16_bytes_to_all(source, destination, keep, PTX: tl.constexpr):
+    """Load 16 bytes and store them through a multicast address, where `keep` is not 0; addresses [ROWS, UNITS].
 
-    `multimem.st` is the only store that such an address allows.
+    `multimem.st` is the only store that such an address allows. Without PTX the address is a stand-in.
     """
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred keep;
-            .reg .b32 word<4>;
-            setp.ne.s32 keep, $3, 0;
-            @keep ld.global.v4.b32 {word0, word1, word2, word3}, [$1];
-            @keep multimem.st.relaxed.sys.global.v4.f32 [$2], {word0, word1, word2, word3};
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,l,r",
-        [source, destination, keep],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if PTX:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred keep;
+                .reg .b32 word<4>;
+                setp.ne.s32 keep, $3, 0;
+                @keep ld.global.v4.b32 {word0, word1, word2, word3}, [$1];
+                @keep multimem.st.relaxed.sys.global.v4.f32 [$2], {word0, word1, word2, word3};
+                mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,l,r",
+            [source, destination, keep],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = tl.arange(0, 4)[None, None, :]
+        kept = (keep != 0)[:, :, None]
+        words = tl.load(source.to(tl.pointer_type(tl.int32))[:, :, None] + word, mask=kept, other=0)
+        tl.store(destination.to(tl.pointer_type(tl.int32))[:, :, None] + word, words, mask=kept)
 
 
 @triton.jit
@@ -84,6 +90,7 @@ def copy_rows(
     WORLD_SIZE: tl.constexpr,
     MULTICAST: tl.constexpr,
     SCALED: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Copy one tile of rows into a plane of every rank; with SCALED also, scaled, into `out` on this rank.
 
@@ -104,7 +111,7 @@ def copy_rows(
         byte = tl.arange(0, row_bytes // 16) * 16
         sources = source.to(tl.int64)[:, None] + byte[None, :]
         targets = multicast + offset + destination[:, None] * row_bytes + byte[None, :]
-        copy_16_bytes_to_all(sources, targets, tl.broadcast_to(kept, sources.shape).to(tl.int32))
+        copy_16_bytes_to_all(sources, targets, tl.broadcast_to(kept, sources.shape).to(tl.int32), PTX)
     else:
         # The links are the bottleneck: other ranks first, each beginning with the next one, and this rank last.
         for step in tl.static_range(WORLD_SIZE):
@@ -238,11 +245,11 @@ def publish_kernel(
         source = words + block.to(tl.int64) * BLOCK_STRIDE + (position % BLOCK_SIZE) * ROW_STRIDE
         copy_rows(
             source, memories, slot_offset + KV_C_OFFSET, multicast, destination, keep, factor, kv_c_out,
-            LATENT, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED,
+            LATENT, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED, PTX,
         )  # fmt: skip
         copy_rows(
             source + LATENT, memories, slot_offset + K_PE_OFFSET, multicast, destination, keep, factor, k_pe_out,
-            ROPE, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED,
+            ROPE, WORD, OUT, RANK, WORLD_SIZE, MULTICAST, SCALED, PTX,
         )  # fmt: skip
 
     # The stores of all threads of this program, then the counter. System scope: the rows lie in other GPUs' memory.

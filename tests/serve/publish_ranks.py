@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.publish.ranks import RendezvousTimeout
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import LocalRegion, allocate
 
 LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
 DELAY_S = 0.1
@@ -199,6 +199,29 @@ def fp8_scaled(rank: int, world_size: int, implementation: str) -> None:
         world.compare(index, source.valid(world.device_chunks[index], index % SLOTS, 0))
 
 
+def multicast_stand_in(rank: int, world_size: int, implementation: str) -> None:
+    """The multicast variant with plain memory at its address: this rank's rows, each in its place, and nothing else."""
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        world = World(rank, world_size, dtype, CONTEXTS, workspace=16)
+        source = publisher(world, implementation)
+        memory = torch.full((source.layout.nbytes,), SENTINEL, dtype=torch.uint8)
+        region = source.rank.region  # type: ignore[attr-defined]
+        source.rank.region = replace(region, multicast_address=memory.data_ptr())  # type: ignore[attr-defined]
+        slots = Publisher(
+            LocalRegion(0, (memory,) * world_size), source.layout, dtype, transport="", implementation="torch"
+        ).planes[0]
+        for index in range(len(world.chunks)):
+            memory.fill_(SENTINEL)
+            world.gather(source, index, index % SLOTS)
+            destination = world.device_chunks[index].rows[0, : world.device_chunks[index].local_rows].long()
+            mine = destination[destination >= 0]
+            for plane, expected in zip(slots[index % SLOTS], world.expected(index), strict=True):
+                wanted = torch.full_like(plane.view(torch.uint8), SENTINEL)
+                wanted[mine] = expected[mine]
+                if not torch.equal(plane.view(torch.uint8), wanted):
+                    raise Differs(f"multicast rows of chunk {index}")
+
+
 def ubatches_apart(rank: int, world_size: int, implementation: str) -> None:
     """Two ubatches in turn: neither's planes, epoch nor signals move while the other publishes."""
     worlds = [World(rank, world_size, torch.bfloat16, CONTEXTS, workspace=16, seed=s) for s in (0, 1)]
@@ -310,6 +333,8 @@ def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
         if world_size == 2 or (world_size, kind) == (4, "torch"):
             add(f"{kind}: fp8 scaled", fp8_scaled, kind)
             add(f"{kind}: ubatches", ubatches_apart, kind)
+            if kind == "triton":
+                add(f"{kind}: multicast stand-in", multicast_stand_in, kind)
             add(f"{kind}: late rank is named", late_rank_is_named, kind)
         for where in DELAYS if world_size == 2 or kind == "torch" else DELAYS[-1:]:
             add(f"{kind}: late {where}", lifetimes, kind, where)
