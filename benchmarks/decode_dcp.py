@@ -18,9 +18,10 @@ float64 first; one that is wrong is timed but is no rival, and the steps of a wr
              peer         gather and merge, one Triton launch each
 
 Bars: at batch 1 to 8 the peer gather at least 2x faster than vLLM's, gather and merge at least 1.4x faster than the
-fastest right stock way; at every batch never slower. Exit status 1 where one is missed. The stock ways need vLLM;
-without it they are left out and no bar is judged. A gather alone is timed with unchanging inputs: the protocol wants a
-merge between two gathers only so that new data cannot overtake old.
+fastest right stock way; at every batch never slower. Exit status 1 where one is missed. The stock ways need vLLM, with
+this project's cures (kimi_k3_serve/attention/cures.py); without it they are left out and no bar is judged. A gather
+alone is timed with unchanging inputs: the protocol wants a merge between two gathers only so that new data cannot
+overtake old.
 """
 
 import argparse
@@ -102,6 +103,7 @@ def main() -> None:
                 "repeats": args.repeats,
                 "torch": torch.__version__,
                 "vllm": None if stock is None else stock["version"],
+                "vllm_nccl": None if stock is None else stock["vllm_nccl"],
             }
             args.json.write_text(json.dumps({**facts, "bars": bars, "rows": rows}, indent=1) + "\n")
     if group is not None:
@@ -140,6 +142,10 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
         dist.init_process_group("nccl", device_id=device)
         return dist.group.WORLD, None
     import vllm
+
+    from kimi_k3_serve.attention import cures
+
+    cures.install()
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import get_dcp_group, init_distributed_environment, initialize_model_parallel
     from vllm.v1.attention.ops import dcp
@@ -148,7 +154,12 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         init_distributed_environment(world, rank, "env://", device.index, "nccl")
         initialize_model_parallel(world, decode_context_model_parallel_size=world)
-    return get_dcp_group().device_group, {"dcp": dcp, "group": get_dcp_group(), "version": vllm.__version__}
+    group = get_dcp_group()
+    wrapper = group.device_communicator.pynccl_comm
+    facts = {"version": vllm.__version__, "vllm_nccl": wrapper is not None and not wrapper.disabled}
+    if rank == 0 and not facts["vllm_nccl"]:
+        print("vLLM's NCCL wrapper is disabled here: its group goes through torch.distributed")
+    return group.device_group, facts | {"dcp": dcp, "group": group}
 
 
 def ways(

@@ -84,6 +84,7 @@ class PeerExchange:
         if own.numel() < geometry.nbytes(self.world_size):
             raise ValueError(f"region of {own.numel()} bytes; {geometry.nbytes(self.world_size)} are needed")
         self.on_gpu = own.is_cuda
+        self.own_flags()
         self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
         # [ubatch, gather or merge, (epoch, blocks that have signalled)]
         self.state = torch.zeros(geometry.ubatches, 2, 2, dtype=torch.int64, device=own.device)
@@ -95,6 +96,14 @@ class PeerExchange:
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}
         if self.on_gpu and timeout_s:
             threading.Thread(target=self.watch, name="peer-decode-watch", daemon=True).start()
+
+    def own_flags(self) -> None:
+        """Nobody waits for itself."""
+        own = self.region.peers[self.rank]
+        for ubatch in range(self.geometry.ubatches):
+            for part in ("gather_flags", "merge_flags"):
+                flags = view(own, self.offset(part, ubatch), (BLOCKS, FLAG_BYTES // 8), torch.int64)
+                flags[:, self.rank] = peer_kernels.OWN
 
     def offset(self, part: str, ubatch: int) -> int:
         return ubatch * self.parts["end"][0] + self.parts[part][0]
@@ -282,8 +291,8 @@ def power_of_two(number: int) -> int:
 
 
 def warps(rows: int) -> int:
-    """Of a block: each thread moves 16 bytes at a time, also of a single row of 512 BF16 values."""
-    return 2 if rows == 1 else 4
+    """Of a block: a single row is one warp's, which needs no barrier; each thread moves 16 bytes at a time."""
+    return 1 if rows == 1 else 4
 
 
 def element(dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_kernels import OWN
 from kimi_k3_serve.symmetric.region import LocalRegion, view
 
 pytestmark = [
@@ -60,7 +61,7 @@ class Ranks:
             own = exchange.region.peers[exchange.rank]
             for part in ("gather_flags", "merge_flags"):
                 offset, size = exchange.parts[part]
-                view(own, offset, (size // 8,), torch.int64).fill_(2**40)
+                view(own, offset, (size // 8,), torch.int64).fill_(OWN)
         for exchange in self.exchanges:
             for count in tokens:
                 query = torch.zeros(count, g.heads, g.latent + g.rope, dtype=g.query_dtype, device="cuda")
@@ -74,6 +75,8 @@ class Ranks:
             exchange.state.zero_()
             for peer in exchange.region.peers:
                 peer.zero_()
+        for exchange in self.exchanges:
+            exchange.own_flags()
         torch.cuda.synchronize()
 
 

@@ -78,13 +78,11 @@ def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int, rows: int
     gather, merge = (json.loads(line) for line in done.stdout.splitlines())
     for kernel, wide in ((gather, world_size), (merge, world_size)):
         assert kernel["wide_stores"] >= wide * (4 if rows > 1 else 1)
-        assert kernel["release_sys"] == world_size
+        assert kernel["release_sys"] == world_size - 1
         assert kernel["acquire_sys"] == 2  # all flags at once: before the loop and in it
         assert kernel["multimem"] == 0
         assert kernel["shared_bytes"] <= 1024  # small blocks: a whole grid is resident at once
-    # A single row's RoPE part is 128 bytes: one value a thread.
-    assert gather["narrow_stores"] == (world_size if rows == 1 else 0)
-    assert merge["narrow_stores"] == merge["narrow_loads"] == 0
+        assert kernel["narrow_stores"] == kernel["narrow_loads"] == 0
     assert merge["wide_loads"] >= 2 * world_size - 1
 
 
