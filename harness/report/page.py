@@ -48,7 +48,7 @@ def page(summary: Summary, manifest: Mapping[str, Any], plots: Sequence[Drawn]) 
             cell_table(summary).html(),
             "A cell is one arm at one offered rate, once. One that does not count is in no headline number.",
         ),
-        _details("Intervals of each cell (95 %)", interval_table(summary).html()),
+        _details("Intervals of each cell (95 %), and more", interval_table(summary).html()),
         _details("What the engines reported", engine_table(summary).html()),
         _method(summary),
         _provenance(summary, manifest),

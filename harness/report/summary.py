@@ -141,6 +141,7 @@ def summarise_cell(
             f"p{p}": None if overloaded else percentile(_from_send(records), p) for p in PERCENTS
         },
         "ttft_split_p50_s": _ttft_split(records),
+        "tpot_s": {f"p{p}": percentile(_tpot(records), p) for p in PERCENTS},
         "miss": {name: misses(ttft, limit) / len(ttft) for name, limit in limits.items()},
         "miss_interval": {
             name: as_json(share_interval(misses(ttft, limit), len(ttft))) for name, limit in limits.items()
@@ -173,6 +174,17 @@ def _from_send(records: Sequence[RequestRecord]) -> list[float]:
     """What a client that counts from its own send would report; failures infinite."""
     return [
         ttft_s(r) - (r.dispatched_s - r.due_s) if r.dispatched_s is not None else math.inf for r in records
+    ]
+
+
+def _tpot(records: Sequence[RequestRecord]) -> list[float]:
+    """Time per output token after the first, in seconds; failures infinite, answers of one token left out."""
+    return [
+        (r.token_s[-1] - r.token_s[0]) / (r.token_counts[-1] - r.token_counts[0])
+        if r.status == OK
+        else math.inf
+        for r in records
+        if r.status != OK or len(r.token_counts) > 1
     ]
 
 

@@ -141,7 +141,7 @@ def cell_table(summary: Mapping[str, Any]) -> Table:
 
 def interval_table(summary: Mapping[str, Any]) -> Table:
     """95 % intervals of each cell: percentiles by order statistics, shares by Clopper and Pearson."""
-    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s"]
+    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s", "P50 per later token ms"]
     head += [f"miss {name} s" for name in LIMITS]
     rows = [
         [
@@ -150,6 +150,7 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
             str(cell["repeat"]),
             *(_between(cell["ttft_interval_s"][name], ".3f") for name in ("p50", "p90")),
             _number(cell["ttft_from_send_s"]["p50"], ".3f"),
+            _number(None if (tpot := cell["tpot_s"]["p50"]) is None else 1e3 * tpot, ".1f"),
             *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),
         ]
         for arm, cell in each_cell(summary)
@@ -244,6 +245,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             "ttft_p50_s",
             "ttft_p90_s",
             "ttft_p99_s",
+            "tpot_p50_s",
         ]
         + [f"miss_{name}" for name in LIMITS]
         + [f"limit_{name}_applied_s" for name in LIMITS]
@@ -261,6 +263,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
                 cell["achieved_qps"],
             ]
             + [cell["ttft_s"][f"p{percent}"] for percent in (50, 90, 99)]
+            + [cell["tpot_s"]["p50"]]
             + [cell["miss"][name] for name in LIMITS]
             + [summary["limits"][name] for name in LIMITS]
             + [summary["scale"], summary["trace_sha256"]]

@@ -262,6 +262,20 @@ def test_a_signal_waits_for_the_whole_report(
     assert not [name for name in names if name.endswith(".tmp")]
 
 
+def test_time_per_output_token(tmp_path: Path) -> None:
+    """Two tokens in 0.1 s after the first; four in one chunk count as four; one alone tells nothing."""
+    run = cell_run([0.5, 0.5, 0.5])
+    records = [
+        replace(run.records[0], token_s=[1.0, 1.05, 1.1], token_counts=[1, 2, 3]),
+        replace(run.records[1], token_s=[1.0, 1.4], token_counts=[1, 5]),
+        replace(run.records[2], token_s=[1.0], token_counts=[1]),
+    ]
+    cells = {CellKey("tp2", 1.0, 0): replace(run, records=records), CellKey("tp2", 2.0, 0): FAILING}
+    first, failing = summary_of(tmp_path / "run", cells)["arms"][0]["cells"]
+    assert first["tpot_s"]["p50"] == pytest.approx((0.05 + 0.1) / 2)
+    assert failing["tpot_s"]["p50"] == pytest.approx(0.1)  # the failures lie beyond it
+
+
 def test_a_report_of_fewer_cells_leaves_no_old_plot(tmp_path: Path) -> None:
     store = store_of(tmp_path / "run", PAIR)
     write_report(store)
