@@ -11,7 +11,7 @@ from kimi_k3_serve.symmetric.region import Region, addresses
 MAX_ROWS = 8
 UNIT = 8  # bytes of payload that move as one; they take twice as many in a slot
 UNITS = 128  # units of a block: one a thread
-STEP = 1024  # columns of the hidden state that a product takes at a time
+STEP = 512  # columns of the hidden state that a product takes at a time
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Geometry:
 class PeerGather:
     """One rank's side. Every rank makes the same calls in the same order; see `kernels` for the protocol."""
 
-    def __init__(self, region: Region, geometry: Geometry) -> None:
+    def __init__(self, region: Region, geometry: Geometry, transport: str = "peer") -> None:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
+        transport: how it was allocated.
         """
         own = region.peers[region.rank]
         if own.numel() < geometry.nbytes(region.world_size):
@@ -53,7 +54,7 @@ class PeerGather:
             )
         if reason := geometry.objection():
             raise ValueError(reason)
-        self.region, self.geometry = region, geometry
+        self.region, self.geometry, self.transport = region, geometry, transport
         self.rank, self.world_size = region.rank, region.world_size
         self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
         self.blocks = -(-self.world_size * (self.first + self.second) // UNITS)

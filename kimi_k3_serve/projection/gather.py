@@ -12,7 +12,7 @@ than BF16 and FP16 go through the standard all-gather: a choice that depends on 
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.projection import b12x_row
-from kimi_k3_serve.projection.exchange import Geometry, PeerGather
+from kimi_k3_serve.projection.exchange import Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
@@ -29,6 +29,7 @@ SWITCH = "KIMI_K3_PROJECTION_GATHER"
 USE_B12X = "VLLM_USE_B12X_DCP_A2A"
 CHOICES = ("auto", "b12x", "peer", "collective")
 HALF = (torch.bfloat16, torch.float16)
+PRODUCT_ROWS = 2  # up to which the product goes with the gather in one launch; 0: never
 PEER_CAPABILITIES = (9, 10)  # compute capability, major
 
 
@@ -48,14 +49,21 @@ class Way(Protocol):
 
 
 class PeerRows:
-    """`PeerGather` for the ubatch that runs."""
+    """`PeerGather` for the ubatch that runs, and the product in one launch with it for fewer rows still."""
 
-    def __init__(self, peer: PeerGather, ubatch: Callable[[], int]) -> None:
-        self.peer, self.ubatch = peer, ubatch
+    def __init__(
+        self, peer: PeerGather, ubatch: Callable[[], int], product: PeerProjection | None = None
+    ) -> None:
+        self.peer, self.ubatch, self.product = peer, ubatch, product
         self.rows, self.takes = peer.geometry.rows, peer.takes
 
     def merged(self, local: torch.Tensor) -> torch.Tensor:
         return self.peer.merged(local, self.ubatch())
+
+    def project(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        if self.product is None or not self.product.takes(hidden, weight):
+            return None
+        return self.product.project(hidden, weight, self.ubatch())
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,21 @@ class LatentGather:
         mark_used("projection_all_gather")
         gathered = self.group.all_gather(local.contiguous(), dim=0)
         return restore(gathered.view(self.group.world_size, *local.shape), self.local)
+
+    def project(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """[rows, K] times this rank's unquantised weight [columns, K] -> [rows, all columns], as `self(gemm(...))`.
+
+        Over peers a few rows take one launch for both (`PeerProjection`).
+        """
+        if isinstance(self.way, PeerRows) and (found := self.way.project(hidden, weight)) is not None:
+            mark_used("projection_peer_product")
+            return found
+        return self(gemm(hidden, weight))
 
 
 def inspect(layers: Sequence[Any]) -> dict[str, Any]:
@@ -159,11 +182,16 @@ def select(
     widths: Sequence[int],
     device: torch.device,
     *,
+    inputs: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     ubatches: int = 1,
     ubatch: Callable[[], int] = lambda: 0,
     transports: Sequence[str] = ("peer",),
 ) -> Choice:
     """Choose and build for a merged projection of two parts in BF16 or FP16. Collective over `group`.
+
+    Args:
+        inputs: columns of the hidden state, where the product may be taken together with the gather; of `dtype`.
 
     Raises:
         ProjectionGatherError: the way asked for cannot work, or ranks were configured differently.
@@ -184,7 +212,10 @@ def select(
         geometry = Geometry(2 * first, 2 * second, ubatches=ubatches)
         peer, reason = build_peer(group, geometry, device, transports)
         if peer is not None:
-            return Choice("peer", because(reasons, value), PeerRows(peer, ubatch))
+            product = None
+            if PRODUCT_ROWS and inputs is not None and inputs % 16 == 0 and dtype in HALF:
+                product = build_product(group, peer, inputs, dtype, device)
+            return Choice("peer", because(reasons, value), PeerRows(peer, ubatch, product))
         reasons["peer"] = reason
     if value in reasons:
         raise ProjectionGatherError(f"{SWITCH}={value} cannot work here: {reasons[value]}; use {SWITCH}=auto")
@@ -263,6 +294,18 @@ def build_peer(
         return None, "; ".join(why.values())
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    peer = PeerGather(region, geometry)
+    peer = PeerGather(region, geometry, transport)
     peer.warm_up()
     return peer, ""
+
+
+def build_product(
+    group: Any, peer: PeerGather, inputs: int, dtype: torch.dtype, device: torch.device
+) -> PeerProjection:
+    """The product together with its gather, in memory of its own beside `peer`'s. Collective."""
+    geometry = replace(peer.geometry, rows=PRODUCT_ROWS)
+    nbytes = geometry.nbytes(group.world_size)
+    region = allocate(peer.transport, nbytes, group.device_group, device, host_group=group.cpu_group)
+    product = PeerProjection(region, geometry, inputs)
+    product.warm_up(dtype)
+    return product

@@ -19,6 +19,7 @@ import functools
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
@@ -46,7 +47,7 @@ EDITS = [
     ),
     Edit(
         "                self._unquantized_gemm(hidden_states, qkv_a_weight),\n",
-        "                latents(self._unquantized_gemm(hidden_states, qkv_a_weight)),\n",
+        "                latents.project(hidden_states, qkv_a_weight, self._unquantized_gemm),\n",
     ),
     Edit(
         "    attn_out = self._apply_q_lora_attention(positions, hidden_states, qkv_lora)\n",
@@ -150,7 +151,15 @@ def latent_gather(widths: tuple[int, ...], input_size: int) -> LatentGather:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     ubatches = max(get_current_vllm_config().parallel_config.num_ubatches, 1)
-    choice = select(group, widths, device, ubatches=ubatches, ubatch=dbo_current_ubatch_id)
+    choice = select(
+        group,
+        widths,
+        device,
+        inputs=None if envs.VLLM_BATCH_INVARIANT else input_size,
+        dtype=torch.get_default_dtype(),
+        ubatches=ubatches,
+        ubatch=dbo_current_ubatch_id,
+    )
     gather = LatentGather(group, widths, choice)
     if group.world_size == 1:
         return gather
