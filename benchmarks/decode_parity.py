@@ -22,6 +22,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -252,7 +253,7 @@ def answer(name: str, out: Path) -> None:
     )
     prompts = json.loads((out / "prompts.json").read_text())
     warm = [prompt["prompt"] for prompt in prompts[-2:]]
-    complete(engine, [warm[0][:50], warm[1][:5000]], 3)
+    complete(engine, [warm[0][:50], warm[1][:2500]], 3)
     deadline = time.monotonic() + READY_S
     while not (out / "reference.json").is_file():
         if time.monotonic() > deadline:
@@ -436,12 +437,13 @@ def table(report: Mapping[str, Any]) -> list[str]:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that names an error, else its last line."""
+    """The end of the last line of a log that names an error, else of its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [
         line for line in lines if "Error" in line and "EngineDeadError" not in line and "See" not in line
     ]
-    return (errors or lines or ["nothing"])[-1][-300:]
+    # Without the folders of source files, which say nothing here.
+    return re.sub(r"/\S*/", "", (errors or lines or ["nothing"])[-1])[-200:]
 
 
 def slug(name: str) -> str:
