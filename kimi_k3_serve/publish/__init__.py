@@ -4,10 +4,13 @@
 protocol.md     the protocol, and why it needs no barrier
 layout.py       pure: where planes and signals lie in symmetric memory
 chunks.py       context maps of a batch, in one copy to the device
-kernel.py       Triton: publish (multicast or peer), wait, dequantise
+kernel.py       Triton: publish (multicast or peer), wait, scale
+launch.py       a compiled kernel, launched at little host cost
 ranks.py        one rank's push and wait: Triton, and PyTorch for the CPU
 publisher.py    slots, capacity, what cannot be published and why
 collective.py   the fallback: all-gather, then take rows
 choice.py       KIMI_K3_PREFILL_KV: which transport, and why
-hook.py         the one method of vLLM that this replaces; verify.py compares it with stock, byte for byte
+hook.py         the one method of vLLM that this replaces
+verify.py       compares it with stock in the running engine, byte for byte
+timing.py       times it, or stock, in the running engine
 """

@@ -231,6 +231,12 @@ def publish_kernel(
     words = pointer(cache, WORD)
     blocks = table.to(tl.pointer_type(tl.int32))
     memories = pointer(peers, tl.int64)
+    # For the last steps, which nothing then delays. Only the last program of this launch changes the epoch.
+    counters = pointer(state, tl.int64)
+    epoch = tl.load(counters) + 1
+    rank = tl.arange(0, LANES)
+    slots = tl.load(memories + rank, mask=rank < WORLD_SIZE, other=0) + slot_offset
+    own = tl.load(memories + RANK) + slot_offset
     factor = 0.0
     if SCALED:
         factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
@@ -254,19 +260,18 @@ def publish_kernel(
 
     # The stores of all threads of this program, then the counter. System scope: the rows lie in other GPUs' memory.
     tl.debug_barrier()
-    counters = pointer(state, tl.int64)
     finished = tl.atomic_add(counters + 1, 1, sem="acq_rel", scope="sys")
     if finished == programs - 1:
         tl.store(counters + 1, 0)
-        epoch = tl.load(counters) + 1
         tl.store(counters, epoch)
-        for step in tl.static_range(WORLD_SIZE):
-            peer = (RANK + 1 + step) % WORLD_SIZE
-            signals = pointer(tl.load(memories + peer) + slot_offset, tl.int64)
-            tl.atomic_xchg(signals + RANK, epoch, sem="release", scope="sys")
+        signals = slots.to(tl.pointer_type(tl.int64)) + RANK
+        tl.atomic_xchg(
+            signals, epoch + tl.zeros_like(slots), mask=rank < WORLD_SIZE, sem="release", scope="sys"
+        )
         if WAIT:
-            own = pointer(tl.load(memories + RANK) + slot_offset, tl.int64)
-            await_signals(own, epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX)
+            await_signals(
+                pointer(own, tl.int64), epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX
+            )
 
 
 WAIT = ("memory", "state", "report", "slot_offset", "limit_ns")
