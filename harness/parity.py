@@ -195,6 +195,16 @@ def compare(
     )
 
 
+def at_fault(diverged: Iterable[Mapping[str, Any]], first: str) -> set[str]:
+    """The arms that unexplained differences (as in parity.json) speak against; `first` if it differs with itself."""
+    arms = set()
+    for difference in diverged:
+        if not difference["explained"]:
+            left, right = difference["pair"].split(" vs ")
+            arms.add(right if left == first and right != "reference" else left.removesuffix(" alone"))
+    return arms
+
+
 def logprob_distance(left: Mapping[int, float], right: Mapping[int, float]) -> float:
     """The largest difference of a token's logprob that the two lists prove, in nats; infinite where a value
     is not finite.

@@ -17,7 +17,7 @@ are another launch of each arm. What is in the run's folder: run_folder.py, and
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TextIO
@@ -27,7 +27,6 @@ from harness.baseline import measure_baseline
 from harness.calibrate import brief, error_bar
 from harness.errors import UserError
 from harness.fleet import Fleet
-from harness.launches import kept_answers
 from harness.load import Target
 from harness.nvidia import gpu_facts
 from harness.pair import Options
@@ -235,11 +234,8 @@ class ResidentRun:
         self._leave_out(fleet, failed)
 
     async def _parity(self, fleet: Fleet) -> None:
-        """UserError where the arms must not be timed."""
+        """Of every session, whose engines are new ones. UserError where the arms must not be timed."""
         options, resident, run = self.options, self.resident, self._run
-        if options.resume and set(kept_answers(run.path, run.manifest)) >= set(fleet.targets):
-            self.steps.say("  passed in an earlier session")
-            return
         prompts = parity.make_prompts(options.seed, resident.vocab_size, options.parity_lengths)
         reference: parity.Answers | None = None
         if resident.serving.gpu:
@@ -268,14 +264,7 @@ class ResidentRun:
 
         answers, failed = await fleet.ask_all(ask, "answering the parity prompts")
         self._leave_out(fleet, failed)
-        refusal = run.judge(
-            prompts,
-            reference,
-            answers,
-            self.steps,
-            tolerance=resident.tolerance,
-            output_tokens=resident.parity_tokens,
-        )
+        refusal = self._judge(fleet, prompts, reference, answers)
         arms = {arm.name: arm for arm in options.arms}
         for name in list(fleet.targets):
             try:
@@ -285,6 +274,32 @@ class ResidentRun:
                 self._leave_out(fleet, {name: error})
         if refusal and not resident.despite_refusal:
             raise UserError(refusal)
+
+    def _judge(
+        self,
+        fleet: Fleet,
+        prompts: Sequence[parity.Prompt],
+        reference: parity.Answers | None,
+        answers: dict[str, parity.ArmAnswers],
+    ) -> str | None:
+        """Why the arms must not be timed; arms at fault beside a pair that agrees are left out, with their verdict."""
+        first, resident, run = self.options.arms[0].name, self.resident, self._run
+        while refusal := run.judge(
+            prompts,
+            reference,
+            answers,
+            self.steps,
+            tolerance=resident.tolerance,
+            output_tokens=resident.parity_tokens,
+        ):
+            wrong = parity.at_fault(run.manifest["parity"]["diverged"], first)
+            if resident.despite_refusal or first in wrong or len(answers.keys() - wrong) < 2:
+                return refusal
+            write_json(run.path / f"parity-with-{'-'.join(sorted(wrong))}.json", run.manifest["parity"])
+            self._leave_out(fleet, {name: UserError(refusal) for name in sorted(wrong)})
+            for name in wrong:
+                del answers[name]
+        return None
 
     async def _long_contexts(self, fleet: Fleet) -> None:
         options, resident = self.options, self.resident

@@ -14,6 +14,7 @@ from harness.cli import main
 from harness.errors import UserError
 from harness.fleet import gather_all
 from harness.long_context import Answer, paired_text, while_all_decode
+from harness.parity import at_fault
 from harness.store import RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -68,7 +69,7 @@ def test_killed_restarted_and_resumed_as_another_launch(
     assert manifest["parity"]["ok"] and pairs[-2:] == ["tp2 vs dcp2", "tp2 vs dcp2-stock"] and len(pairs) == 5
 
     assert main(on_gpus(out, "--repeats", "2", "--resume")) == 0
-    assert "passed in an earlier session" in capsys.readouterr().err
+    assert "tp2 vs dcp2-stock: 64 positions" in capsys.readouterr().err.rpartition("warm-up took")[2]
     again = measured(out)
     assert again[:6] == first and {cell[2:] for cell in again[6:]} == {(1, 1)} and len(again) == 12
     floors = read(out / "summary.json")["noise_floor"]
@@ -83,6 +84,29 @@ def test_budget_ends_the_sweep_and_resume_goes_on(tmp_path: Path, capsys: pytest
     assert "Not every cell was measured" in capsys.readouterr().out
     assert main(arguments(out, "--resident", "--resume")) == 0
     assert len(measured(out)) == 4 and "tp2 vs reference" in str(read(out / "parity.json")["pairs"])
+
+
+def test_arm_that_disagrees_is_left_out_beside_a_pair_that_agrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps({"wrong_prefill_kv": "stock"}))
+    out = tmp_path / "run"
+    assert main(on_gpus(out)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "error: dcp2-stock was left out: parity refused: prompt p0 (40 tokens), position 0"
+    )
+    assert {arm for arm, *_ in measured(out)} == {"tp2", "dcp2"}
+    assert read(out / "parity.json")["ok"] and not read(out / "parity-with-dcp2-stock.json")["ok"]
+
+
+def test_arms_at_fault() -> None:
+    pairs = ["tp2 vs dcp2", "dcp2-stock alone vs concurrent", "dcp2-shard vs reference", "tp2 vs dcp4"]
+    diverged = [{"pair": pair, "explained": pair.endswith("dcp4")} for pair in pairs]
+    assert at_fault(diverged, "tp2") == {"dcp2", "dcp2-stock", "dcp2-shard"}
+    itself = {"pair": "tp2 alone vs concurrent", "explained": False}
+    assert at_fault([itself], "tp2") == {"tp2"}
+    assert at_fault([{"pair": "tp2 vs reference", "explained": False}], "tp2") == {"tp2"}
 
 
 def test_arm_that_does_not_prove_itself_is_left_out(
