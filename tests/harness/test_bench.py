@@ -209,7 +209,7 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
     raise AssertionError(f"ended without saying {text!r}")
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -222,7 +222,7 @@ def test_ctrl_c_in_a_cell_keeps_it_and_finishes_the_report(out: Path) -> None:
     with bench_process(out, "--absolute-rates", "--rates", "0.1,0.2", "--requests", "3") as process:
         read_until(process, "cell 1/4 tp2")
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        shown, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.splitlines()[-1] == f"error: interrupted; 1 cells kept in {out}"
     assert "no: interrupted" in shown
@@ -236,7 +236,7 @@ def test_ctrl_c_while_an_engine_starts(out: Path) -> None:
         read_until(process, "tp2 start ...")
         assert eventually(lambda: len(engines_of(out)) >= 3)  # the bench, the supervisor, the engine
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.splitlines()[-1] == f"error: interrupted; 0 cells kept in {out}"
     assert engines_of(out) == []

@@ -48,7 +48,7 @@ async def start_fake(
     )
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
