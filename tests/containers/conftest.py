@@ -39,7 +39,7 @@ def run(
 
 
 def docker(*argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run(os.environ.get("DOCKER", "docker"), *argv, check=check)
+    return run(os.environ.get("DOCKER", "docker"), *argv, check=check, env={"DOCKER_BUILDKIT": "1"})
 
 
 @dataclass
