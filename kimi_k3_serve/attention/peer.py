@@ -72,7 +72,9 @@ class PeerDecode:
                 max_tokens=max_tokens(config),
                 ubatches=max(config.parallel_config.num_ubatches, 1),
             )
-            self.collectives = decode_collectives(get_dcp_group(), geometry, self.transports)
+            self.collectives = decode_collectives(
+                get_dcp_group(), geometry, self.transports, self.lse_base_on_e
+            )
 
     def forward_mqa(
         self,
@@ -185,7 +187,9 @@ def timeout_s() -> float:
 
 
 @functools.cache
-def decode_collectives(group: Any, geometry: Geometry, transports: tuple[str, ...]) -> DecodeCollectives:
+def decode_collectives(
+    group: Any, geometry: Geometry, transports: tuple[str, ...], base_e: bool
+) -> DecodeCollectives:
     """The collectives that all layers of one geometry share. Collective: every rank builds its layers in one order."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -202,4 +206,7 @@ def decode_collectives(group: Any, geometry: Geometry, transports: tuple[str, ..
         geometry.max_tokens,
         nbytes / 2**20,
     )
-    return DecodeCollectives(group, PeerExchange(region, geometry, timeout_s=timeout_s()))
+    exchange = PeerExchange(region, geometry, timeout_s=timeout_s())
+    if exchange.on_gpu:
+        exchange.load(base_e=base_e)
+    return DecodeCollectives(group, exchange)

@@ -207,6 +207,22 @@ class PeerExchange:
         )
         return merged
 
+    def load(self, *, base_e: bool) -> None:
+        """Compile and load the kernels for every number of rows, by launches on every rank. Collective.
+
+        Neither a graph's capture nor a step of serving, with other ranks waiting, must have to.
+        """
+        g, device = self.geometry, self.bases.device
+        for tokens in {self.grid(count)[1]: count for count in range(g.max_tokens, 0, -1)}.values():
+            shape = (tokens, g.heads, (g.latent + g.rope) * g.query_dtype.itemsize)
+            query = torch.zeros(shape, dtype=torch.uint8, device=device).view(g.query_dtype)
+            heads = self.gather(query[..., : g.latent], query[..., g.latent :]).shape[1]
+            partial = torch.zeros(tokens, heads, g.latent, dtype=g.output_dtype, device=device)
+            lse = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
+            lens = torch.ones(tokens, dtype=torch.int32, device=device)
+            starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+            self.merge(partial, lse, lens, starts, base_e=base_e)
+
     def gathering(self, rows: int) -> Launch:
         g = self.geometry
         constants = {"ELEMENT": element(g.query_dtype), "NOPE": g.latent, "ROPE": g.rope, "ROWS": rows}

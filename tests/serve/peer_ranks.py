@@ -35,6 +35,12 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
             geometry = Geometry(HEADS, LATENT, ROPE, dtype, dtype, max_tokens=6, ubatches=ubatches)
             region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
             exchange = PeerExchange(region, geometry, blocks=BLOCKS, timeout_s=60)
+            if world_size == 2:
+                exchange.load(base_e=True)
+                rows = {exchange.grid(tokens)[1] for tokens in range(1, 7)}
+                assert {key[0] for key in exchange.launches} == rows and len(exchange.launches) == 2 * len(
+                    rows
+                )
             check(exchange, dtype)
         if world_size > 1:
             check_that_a_missing_rank_is_named(exchange)
