@@ -31,6 +31,7 @@ from vllm.models.kimi_k3.nvidia.model import KimiLinearModel
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kimi_k3_serve import cpu
+from kimi_k3_serve.attention import ownership
 from kimi_k3_serve.attention.cpu_mla import CPUDCPMLABackend
 from kimi_k3_serve.checkpoint import CONFIG
 from kimi_k3_serve.projection import gather, install
@@ -327,6 +328,7 @@ def rank_main(rank: int, folder: str, world_size: int, worlds: list[int]) -> Non
         init_distributed_environment(world_size, rank, f"file://{folder}/store", rank, "gloo")
         initialize_model_parallel(world_size, decode_context_model_parallel_size=world_size)
         cpu.install()
+        ownership.install(kimi=True)  # as the plugin does, before it shards
         path = f"{CPUDCPMLABackend.__module__}.{CPUDCPMLABackend.__qualname__}"
         register_backend(AttentionBackendEnum.CPU_MLA, path)
         mla.get_attn_backend = lambda *args, **kwargs: CPUDCPMLABackend  # type: ignore[assignment]
