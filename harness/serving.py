@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from harness.arms import Arm
 
 HOST = "127.0.0.1"
+TIME_CONTEXT = "KIMI_K3_TIME_PREFILL_CONTEXT"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 """CUDA graphs of decode steps without torch.compile, which would take minutes of a start."""
 GPU_CHUNK, CPU_CHUNK = 8192, 512
@@ -56,7 +58,11 @@ class Serving:
         return [*argv, "--", *self.extra, *(arm.variant.extra if self.gpu else ())]
 
     def environment(self, arm: Arm) -> Mapping[str, str]:
-        return arm.variant.environment if self.gpu else {}
+        """What an engine gets beyond this process's environment: its arm's own, and a folder of its own to time in."""
+        own = dict(arm.variant.environment) if self.gpu else {}
+        if folder := os.environ.get(TIME_CONTEXT):
+            own[TIME_CONTEXT] = str(Path(folder) / arm.name)
+        return own
 
 
 def longest_context(tokens: int, scale: float, output_tokens: int, *others: int) -> int:

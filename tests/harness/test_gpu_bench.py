@@ -13,7 +13,7 @@ from harness.arms import Arm
 from harness.errors import UserError
 from harness.gpu_bench import choose
 from harness.nvidia import FACTS, gpu_facts, visible_gpus
-from harness.serving import kv_tokens_of
+from harness.serving import kv_tokens_of, on_gpus
 from harness.slices import FULL_ATTENTION, slice_config
 
 
@@ -143,6 +143,15 @@ def test_what_is_missing_is_one_line(given: tuple[str, ...], error: str, tmp_pat
     done = bench("--gpu", "--cache", str(tmp_path), *given)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {error}")
+
+
+def test_each_arm_times_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = on_gpus(("p",), "slice-h200-2", tmp_path, 1, 9, seeded=True, graphs=True)
+    arms = Arm.parse("tp2"), Arm.parse("dcp2-stock")
+    assert [dict(serving.environment(arm)) for arm in arms] == [{}, {"KIMI_K3_PREFILL_KV": "stock"}]
+    monkeypatch.setenv("KIMI_K3_TIME_PREFILL_CONTEXT", "/times")
+    folders = [serving.environment(arm)["KIMI_K3_TIME_PREFILL_CONTEXT"] for arm in arms]
+    assert folders == ["/times/tp2", "/times/dcp2-stock"]
 
 
 def test_variants_of_an_arm() -> None:
