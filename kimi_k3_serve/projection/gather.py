@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.projection import b12x_row
-from kimi_k3_serve.projection.exchange import Geometry, PeerGather, PeerProjection
+from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
@@ -29,7 +29,7 @@ SWITCH = "KIMI_K3_PROJECTION_GATHER"
 USE_B12X = "VLLM_USE_B12X_DCP_A2A"
 CHOICES = ("auto", "b12x", "peer", "collective")
 HALF = (torch.bfloat16, torch.float16)
-PRODUCT_ROWS = 2  # up to which the product goes with the gather in one launch; 0: never
+PRODUCT_ROWS = "KIMI_K3_PROJECTION_PRODUCT_ROWS"  # up to which product and gather are one launch; 0: never
 PEER_CAPABILITIES = (9, 10)  # compute capability, major
 
 
@@ -177,6 +177,20 @@ def asked() -> str:
     return value
 
 
+def product_rows() -> int:
+    """Rows up to which product and gather are one launch, 0 to 8; 2 unless the environment says otherwise.
+
+    Raises:
+        ProjectionGatherError: another value.
+    """
+    text = os.environ.get(PRODUCT_ROWS, "2")
+    if not text.isdecimal() or int(text) > MAX_ROWS:
+        raise ProjectionGatherError(
+            f"{PRODUCT_ROWS}={text!r} is not a whole number of rows from 0 to {MAX_ROWS}"
+        )
+    return int(text)
+
+
 def select(
     group: Any,
     widths: Sequence[int],
@@ -213,8 +227,9 @@ def select(
         peer, reason = build_peer(group, geometry, device, transports)
         if peer is not None:
             product = None
-            if PRODUCT_ROWS and inputs is not None and inputs % 16 == 0 and dtype in HALF:
-                product = build_product(group, peer, inputs, dtype, device)
+            rows = product_rows()
+            if rows and inputs is not None and inputs % 16 == 0 and dtype in HALF:
+                product = build_product(group, peer, rows, inputs, dtype, device)
             return Choice("peer", because(reasons, value), PeerRows(peer, ubatch, product))
         reasons["peer"] = reason
     if value in reasons:
@@ -253,14 +268,15 @@ def because(reasons: dict[str, str], value: str) -> str:
 
 
 def agreed_value(group: Any) -> str:
-    """The switch's value, which must be the same on all ranks. Collective."""
+    """The switch's value, which must be the same on all ranks, as the rows of a product must be. Collective."""
     everyone: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyone, asked(), group=group.cpu_group)
-    if len(set(everyone)) > 1:
-        raise ProjectionGatherError(
-            f"{SWITCH} differs between ranks: {everyone}; set it alike for every worker"
-        )
-    return str(everyone[0])
+    dist.all_gather_object(everyone, (asked(), product_rows()), group=group.cpu_group)
+    for name, values in zip((SWITCH, PRODUCT_ROWS), zip(*everyone, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise ProjectionGatherError(
+                f"{name} differs between ranks: {list(values)}; set it alike for every worker"
+            )
+    return str(everyone[0][0])
 
 
 def first_refusal(group: Any, mine: str | None) -> str | None:
@@ -300,10 +316,10 @@ def build_peer(
 
 
 def build_product(
-    group: Any, peer: PeerGather, inputs: int, dtype: torch.dtype, device: torch.device
+    group: Any, peer: PeerGather, rows: int, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> PeerProjection:
     """The product together with its gather, in memory of its own beside `peer`'s. Collective."""
-    geometry = replace(peer.geometry, rows=PRODUCT_ROWS)
+    geometry = replace(peer.geometry, rows=rows)
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(peer.transport, nbytes, group.device_group, device, host_group=group.cpu_group)
     product = PeerProjection(region, geometry, inputs)

@@ -118,6 +118,33 @@ def test_an_unknown_switch_stops(monkeypatch: pytest.MonkeyPatch) -> None:
         gather.asked()
 
 
+@pytest.mark.parametrize(("text", "rows"), [(None, 2), ("0", 0), ("8", 8)])
+def test_rows_of_a_product(monkeypatch: pytest.MonkeyPatch, text: str | None, rows: int) -> None:
+    monkeypatch.delenv(gather.PRODUCT_ROWS, raising=False)
+    if text is not None:
+        monkeypatch.setenv(gather.PRODUCT_ROWS, text)
+    assert gather.product_rows() == rows
+
+
+@pytest.mark.parametrize("text", ["9", "-1", "two", ""])
+def test_rows_of_a_product_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(gather.PRODUCT_ROWS, text)
+    with pytest.raises(gather.ProjectionGatherError, match="is not a whole number of rows from 0 to 8"):
+        gather.product_rows()
+
+
+@pytest.mark.parametrize(("rows", "built"), [("0", False), ("3", True)])
+def test_the_product_is_built_for_its_rows(
+    monkeypatch: pytest.MonkeyPatch, alone: Any, rows: str, built: bool
+) -> None:
+    monkeypatch.setenv(gather.PRODUCT_ROWS, rows)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(PeerProjection, "warm_up", lambda self, dtype: alone.made.append(self.geometry.rows))
+    way = gather.select(alone, WIDTHS, GPU, inputs=7168).way
+    assert isinstance(way, gather.PeerRows) and (way.product is not None) == built
+    assert alone.made == (["warm", 3] if built else ["warm"])
+
+
 def test_which_coordinator_gathers() -> None:
     tensor_parallel = SimpleNamespace(ranks=[0, 1, 2, 3])
     for ranks, same in (([0, 1, 2, 3], True), ([0, 1], False), ([1, 0, 2, 3], False), ([2, 3, 0, 1], False)):
