@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How right each decode path of Kimi-K3's own MLA layer is: real vLLM engines on two GPUs against a float32 run.
 
-    python benchmarks/decode_parity.py --out FOLDER [--arms NAME ...] [--together 12] [--tolerance 0.3]
+    python benchmarks/decode_parity.py --out FOLDER [--arms NAME ...] [--together 6] [--tolerance 0.3]
 
 A small slice (`CONFIG`: the real hidden width and MLA geometry, 2 MLA and 2 KDA layers, few small experts) with the
 weights of `kimi_k3_serve.weights`. `slice_reference` decodes every prompt greedily in float32; every arm (`ARMS`) is
@@ -13,6 +13,10 @@ Compared are top-20 logprobs: with the reference, with TP2, and an arm alone wit
 of an answer (its prefill) apart from the others (its decodes). Besides, `decode_probe` records one decode step of
 each MLA layer inside the workers and holds every step of it (query gather, partial outputs, LSEs, merge) against
 float64, so that a wrong answer names the step that made it.
+
+An arm is right when it agrees with TP2, and with itself in company, within the tolerance at every position, and with
+the reference at all but OUTLIERS of them: what DCP changes must not show at all, while a reference in another precision
+and without vLLM's kernels may part from all arms alike. The table counts such positions.
 
 FOLDER gets parity.json, the table that is printed, and each arm's log. An arm that dies is reported with its last
 words; it fails the run only if it is not one that is expected to die.
@@ -42,10 +46,11 @@ ROOT = Path(__file__).parents[1]
 LENGTHS = (40, 127, 513, 1800, 4100, 12000)
 OUTPUT_TOKENS = 24
 TOP_K = 20
-RESTARTS = 4
+RESTARTS = 8
+OUTLIERS = 0.03  # share of positions
 PROBED = 2  # index of the prompt whose second decode step is recorded
 READY_S = 300.0  # for the reference, which the arms wait for
-TURN_S = 120  # after which an arm that hangs ends itself and lets the next one answer
+TURN_S = 200  # after which an arm that hangs ends itself and lets the next one answer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"],
@@ -126,9 +131,7 @@ def main() -> None:
     )
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    options.add_argument(
-        "--together", type=int, default=len(ARMS), help="engines that are up at the same time"
-    )
+    options.add_argument("--together", type=int, default=6, help="engines that are up at once")
     options.add_argument("--tolerance", type=float, default=0.3, help="largest accepted difference in nats")
     options.add_argument("--timeout", type=float, default=420.0, help="seconds until an arm is given up")
     options.add_argument("--reference-device", default="cuda:1")
@@ -162,7 +165,7 @@ def main() -> None:
         env=environment,
     )
     ended: dict[str, int] = {}
-    waiting = list(args.arms)
+    waiting = list(args.arms)  # started in this order
     running: dict[str, tuple[Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < args.together:
@@ -174,8 +177,11 @@ def main() -> None:
                 stop(process)
                 ended[name] = process.returncode
                 del running[name]
-                seconds = time.monotonic() - started
-                print(f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode}", flush=True)
+                seconds, answers = time.monotonic() - started, args.out / f"{slug(name)}.json"
+                times = json.loads(answers.read_text())["seconds"] if answers.is_file() else ""
+                print(
+                    f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode} {times}", flush=True
+                )
         if referee.poll() == 0 and (args.out / "reference.part").is_file():
             (args.out / "reference.part").rename(args.out / "reference.json")
             print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
@@ -221,7 +227,8 @@ def stop(process: Any) -> None:
 
 
 def answer(name: str, out: Path) -> None:
-    """In an arm's process: load, warm up, wait for the reference and for the turn, answer."""
+    """In an arm's process: load, wait for the reference and for the turn, warm up, answer."""
+    begun = time.monotonic()
     from vllm import LLM
 
     arm = ARMS[name]
@@ -253,7 +260,7 @@ def answer(name: str, out: Path) -> None:
     )
     prompts = json.loads((out / "prompts.json").read_text())
     warm = [prompt["prompt"] for prompt in prompts[-2:]]
-    complete(engine, [warm[0][:50], warm[1][:2500]], 3)
+    times = {"loaded": time.monotonic() - begun}
     deadline = time.monotonic() + READY_S
     while not (out / "reference.json").is_file():
         if time.monotonic() > deadline:
@@ -261,7 +268,10 @@ def answer(name: str, out: Path) -> None:
         time.sleep(0.2)
     reference = {entry["id"]: entry for entry in json.loads((out / "reference.json").read_text())}
     with turn(out):
-        begun = time.monotonic()
+        times["turn"] = time.monotonic() - begun
+        # Also the first steps, which compile kernels: engines that wait for each other spin on the GPUs.
+        complete(engine, [warm[0][:50], warm[1][:2500]], 3)
+        times["warm"] = time.monotonic() - begun
         alone: dict[str, Any] = {}
         probes: list[Any] = []
         for index, prompt in enumerate(prompts):
@@ -272,8 +282,9 @@ def answer(name: str, out: Path) -> None:
             if probe:
                 probes = engine.collective_rpc("end_probe", args=(str(out / f"probe-{slug(name)}"),))
         together = forced(engine, prompts, reference)
-        seconds = time.monotonic() - begun
-    result: dict[str, Any] = {"alone": alone, "together": together, "seconds": round(seconds, 1)}
+        times["answered"] = time.monotonic() - begun
+    result: dict[str, Any] = {"alone": alone, "together": together}
+    result["seconds"] = {what: round(seconds, 1) for what, seconds in times.items()}
     if probes:
         from decode_probe import steps
 
@@ -362,16 +373,22 @@ def judge(out: Path, arms: Sequence[str], ended: Mapping[str, int], tolerance: f
             continue
         mine = answers[name]
         row: dict[str, Any] = {"arm": name, "seconds": mine["seconds"]}
-        row["alone vs reference"] = differences(mine["alone"], reference)
-        row["together vs reference"] = differences(mine["together"], reference)
-        row["alone vs together"] = differences(mine["alone"], mine["together"])
+        pairs = {
+            "alone vs reference": (mine["alone"], reference),
+            "together vs reference": (mine["together"], reference),
+            "alone vs together": (mine["alone"], mine["together"]),
+        }
         if "tp2" in answers and name != "tp2":
-            row["alone vs tp2"] = differences(mine["alone"], answers["tp2"]["alone"])
-        row["right"] = all(
-            found["missing"] == 0 and max(found["prefill_max"], found["decode_max"]) <= tolerance
-            for key, found in row.items()
-            if " vs " in key
+            pairs["alone vs tp2"] = (mine["alone"], answers["tp2"]["alone"])
+        found = {key: differences(*sides, tolerance) for key, sides in pairs.items()}
+        row |= found
+        agrees = all(
+            pair["beyond"] <= (OUTLIERS * pair["positions"] if key.endswith("reference") else 0)
+            for key, pair in found.items()
         )
+        missing = max(pair["missing"] for pair in found.values())
+        row["right"] = agrees and not missing
+        row["verdict"] = "right" if row["right"] else f"{missing} positions missing" if agrees else "WRONG"
         row["steps"] = mine.get("steps")
         ok &= row["right"] or bool(ARMS[name].get("dies"))
         rows.append(row)
@@ -387,8 +404,8 @@ def judge(out: Path, arms: Sequence[str], ended: Mapping[str, int], tolerance: f
     }
 
 
-def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Largest and median difference of a listed token's logprob, of prefills and of decodes."""
+def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
+    """Largest and median difference of a listed token's logprob, of prefills and of decodes; positions beyond."""
     by_kind: dict[bool, list[float]] = {False: [], True: []}
     tokens = missing = 0
     for name, ours in left.items():
@@ -400,7 +417,8 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
         "prefill_max": max(by_kind[False], default=0.0),
         "decode_max": max(by_kind[True], default=0.0),
         "decode_median": float(np.median(by_kind[True])) if by_kind[True] else 0.0,
-        "decodes": len(by_kind[True]),
+        "positions": len(by_kind[False]) + len(by_kind[True]),
+        "beyond": sum(size > tolerance for sizes in by_kind.values() for size in sizes),
         "other_tokens": tokens,
         "missing": missing,
     }
@@ -408,9 +426,9 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 
 def table(report: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"nats; tolerance {report['tolerance']}; largest difference of a prefill / of a decode (median)",
-        f"{'arm':18s} {'alone vs reference':>24s} {'together vs reference':>24s} {'alone vs together':>24s}"
-        f" {'alone vs tp2':>24s}  verdict",
+        f"nats; largest difference of a prefill / of a decode (median) positions beyond {report['tolerance']}",
+        f"{'arm':18s} {'alone vs reference':>27s} {'together vs reference':>27s} {'alone vs together':>27s}"
+        f" {'alone vs tp2':>27s}  verdict",
     ]
     for row in report["arms"]:
         if "died" in row:
@@ -422,13 +440,12 @@ def table(report: Mapping[str, Any]) -> list[str]:
             found = row.get(key)
             cells.append(
                 f"{found['prefill_max']:.3f} / {found['decode_max']:.3f} ({found['decode_median']:.3f})"
+                f" {found['beyond']:2d}"
                 if found
                 else "-"
             )
         lines.append(
-            f"{row['arm']:18s} "
-            + " ".join(f"{cell:>24s}" for cell in cells)
-            + ("  right" if row["right"] else "  WRONG")
+            f"{row['arm']:18s} " + " ".join(f"{cell:>27s}" for cell in cells) + f"  {row['verdict']}"
         )
     for row in report["arms"]:
         for step in row.get("steps") or []:
