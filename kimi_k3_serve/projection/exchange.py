@@ -174,10 +174,9 @@ class PeerProjection:
         """Compile and load the kernel for every number of rows. Collective."""
         columns = (self.first + self.second) * UNIT // dtype.itemsize
         weight = torch.zeros(columns, self.inputs, dtype=dtype, device=self.bases.device)
-        rows = 1
-        while rows <= self.geometry.rows:
+        # One kernel for each power of two that a number of rows is rounded up to.
+        for rows in {power_of_two(rows): rows for rows in range(1, self.geometry.rows + 1)}.values():
             self.project(weight.new_zeros(rows, self.inputs), weight)
-            rows *= 2
 
     def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether this product can go this way. Depends on what is alike on all ranks."""

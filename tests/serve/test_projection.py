@@ -355,6 +355,18 @@ def test_what_the_product_takes() -> None:
     assert not source.takes(x[:1].to("meta"), weight.to("meta"))
 
 
+@pytest.mark.parametrize(("rows", "warmed"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
+def test_every_kernel_of_the_product_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, rows: int, warmed: list[int]
+) -> None:
+    geometry = Geometry(64, 16, rows=rows)
+    source = PeerProjection(LocalRegion.group(2, geometry.nbytes(2))[0], geometry, inputs=96)
+    seen: list[int] = []
+    monkeypatch.setattr(PeerProjection, "project", lambda self, x, weight: seen.append(x.shape[0]))
+    source.warm_up(torch.bfloat16)
+    assert seen == warmed
+
+
 def test_a_product_goes_with_the_gather_or_before_it() -> None:
     logical = torch.arange(2 * sum(WIDTHS)).view(2, -1).remainder(251).bfloat16()
     group = Group([columns(logical, WIDTHS, rank, 4) for rank in range(4)])
