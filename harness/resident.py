@@ -17,10 +17,9 @@ are another launch of each arm. What is in the run's folder: run_folder.py, and
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, TextIO
+from typing import TextIO
 
 from harness import long_context, parity
 from harness.baseline import measure_baseline
@@ -32,6 +31,7 @@ from harness.nvidia import gpu_facts
 from harness.pair import Options
 from harness.parity_collect import collect, continue_freely
 from harness.prepare import ask_reference, sha256_of
+from harness.resident_long import LongPrompts
 from harness.resident_sweep import ResidentSweep, death_text
 from harness.run_folder import RunFolder
 from harness.serving import Serving
@@ -39,12 +39,9 @@ from harness.steps import Steps
 from harness.store import RunStore, write_json
 from harness.trace import Trace
 
-IDLE_COST = 0.01
-"""What idle engines beside may add to a TTFT."""
-IDLE_PROMPTS = 3
 WARM_UP_SHARE = 6
 WARM_UP_TOKENS = 4
-STOP_S = 20.0
+TIME_WAS_UP = "Not every cell was measured: the time was up; go on with --resume."
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class ResidentRun:
         self._folder: RunFolder | None = None
         self._session = 0
         self._left_out: dict[str, str] = {}
-        self._lone_s = 0.0
         self._cells: ResidentSweep | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -119,9 +115,19 @@ class ResidentRun:
                 await self._warm_up(fleet, list(fleet.targets))
             with step("parity"):
                 await self._parity(fleet)
+            prompts = LongPrompts(
+                fleet,
+                self._run,
+                self.steps,
+                self._find,
+                session=self._session + 1,
+                tokens=resident.context_tokens,
+                vocab_size=resident.vocab_size,
+                seed=options.seed,
+            )
             if resident.lone_prompts or resident.contexts:
                 with step("long contexts"):
-                    await self._long_contexts(fleet)
+                    await self._long_prompts(fleet, prompts)
             if not self._run.manifest["frozen"]:
                 with step("baseline"):
                     await self._baseline(fleet)
@@ -130,10 +136,10 @@ class ResidentRun:
                     self._run.manifest["client_calibration"] = await brief(trace)
                     self.steps.say(f"  {error_bar(self._run.manifest['client_calibration'])}")
             with step("sweep"):
-                await self._sweep(fleet, trace)
-            if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > self._idle_cost_s():
+                await self._sweep(fleet, trace, lambda: self._left_s() - prompts.idle_cost_s())
+            if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > prompts.idle_cost_s():
                 with step("residency"):
-                    await self._residency(fleet)
+                    await prompts.idle_cost()
 
     # The run's folder
 
@@ -212,11 +218,6 @@ class ResidentRun:
     def _left_s(self) -> float:
         deadline = self.resident.deadline_s
         return float("inf") if deadline is None else deadline - time.monotonic()
-
-    def _idle_cost_s(self) -> float:
-        """How long the comparison of idle engines beside and stopped ones will take, from what lone prompts took."""
-        took = self._lone_s if self.resident.lone_prompts else 0.0
-        return 2 * IDLE_PROMPTS * took + STOP_S
 
     # Steps
 
@@ -301,52 +302,17 @@ class ResidentRun:
                 del answers[name]
         return None
 
-    async def _long_contexts(self, fleet: Fleet) -> None:
-        options, resident = self.options, self.resident
-        asked = long_context.prompts(
-            options.seed,
-            max(resident.lone_prompts, resident.contexts),
-            resident.context_tokens,
-            resident.vocab_size,
-        )
-        first, *others = list(fleet.targets)
-        found: dict[str, Any] = {"tokens": resident.context_tokens}
-        began = time.monotonic()
-        alone = await long_context.lone(
-            list(fleet.targets.values()), asked[: resident.lone_prompts], self.steps.progress
-        )
-        if resident.lone_prompts:
-            self._lone_s = (time.monotonic() - began) / (resident.lone_prompts * len(fleet.targets))
-            found["lone"] = alone
-            for name, times in alone.items():
-                self._find(
-                    f"{name}, lone prompts of {resident.context_tokens:,} tokens (n = {resident.lone_prompts},"
-                    f" session {self._session + 1}): P50 TTFT {median(times['ttft_s']):.4f} s,"
-                    f" {median(times['tpot_ms']):.2f} ms between tokens"
-                )
-            for other in others:
-                self._find(
-                    f"Lone prompts, TTFT (session {self._session + 1}): {long_context.paired_text(first, other, alone)}"
-                )
-        if resident.contexts:
-            found["together"] = {"contexts": resident.contexts, "arms": {}}
-            for name, target in fleet.targets.items():
-                self.steps.progress(f"{name}: {resident.contexts} contexts at once")
-                times = await long_context.together(
-                    target, asked[: resident.contexts], resident.serving.chunk_tokens
-                )
-                found["together"]["arms"][name] = times
-                between = (
-                    "never all decoding"
-                    if times["tpot_ms"] is None
-                    else f"{times['tpot_ms']:.2f} ms between tokens"
-                )
-                self._find(
-                    f"{name}, {resident.contexts} contexts of {resident.context_tokens:,} tokens at once"
-                    f" (session {self._session + 1}): {between}"
-                )
-                write_json(self._run.path / f"long_context-{self._session + 1}.json", found)
-        write_json(self._run.path / f"long_context-{self._session + 1}.json", found)
+    async def _long_prompts(self, fleet: Fleet, prompts: LongPrompts) -> None:
+        """An arm whose engine dies of them is left out; whatever else goes wrong is noted, and the sweep goes on."""
+        try:
+            if self.resident.lone_prompts:
+                await prompts.lone(self.resident.lone_prompts)
+            if self.resident.contexts:
+                await prompts.together(self.resident.contexts)
+        except UserError as error:
+            dead = await fleet.dead(list(fleet.targets))
+            self._leave_out(fleet, dict.fromkeys(dead, error))
+            self._find(f"Not every long prompt was measured: {error}")
 
     async def _baseline(self, fleet: Fleet) -> None:
         """Limits and rates of the sweep are frozen in the manifest here, as asked for or from the first arm."""
@@ -359,7 +325,7 @@ class ResidentRun:
             baseline = await fleet.engines[name].guard(asking, "measuring its baseline")
         self._run.freeze(baseline, name, options.rates, options.limits_s, options.absolute_rates)
 
-    async def _sweep(self, fleet: Fleet, trace: Trace) -> None:
+    async def _sweep(self, fleet: Fleet, trace: Trace, left_s: Callable[[], float]) -> None:
         async def warm_up(name: str) -> None:
             await self._warm_up(fleet, [name])
 
@@ -376,38 +342,9 @@ class ResidentRun:
             json=self.options.json,
         )
         try:
-            finished = await self._cells.measure(trace, lambda: self._left_s() - self._idle_cost_s())
+            finished = await self._cells.measure(trace, left_s)
         finally:
             self._left_out |= self._cells.left_out
         if not finished:
-            self._find("Not every cell was measured: the time was up; go on with --resume.")
-
-    async def _residency(self, fleet: Fleet) -> None:
-        """The first arm's lone prompts beside idle engines, then with the others stopped, which they stay."""
-        resident = self.resident
-        first, *others = list(fleet.targets)
-        asked = long_context.prompts(
-            self.options.seed, IDLE_PROMPTS, resident.context_tokens, resident.vocab_size
-        )
-        target = fleet.targets[first]
-        beside = (await long_context.lone([target], asked, self.steps.progress))[first]
-        fleet.stop(others)
-        without = (await long_context.lone([target], asked, self.steps.progress))[first]
-        cost = median(beside["ttft_s"]) / median(without["ttft_s"]) - 1
-        write_json(
-            self._run.path / f"residency-{self._session + 1}.json",
-            {
-                "arm": first,
-                "idle_beside": others,
-                "tokens": resident.context_tokens,
-                "beside": beside,
-                "without": without,
-                "ttft_cost": cost,
-            },
-        )
-        verdict = "under" if cost < IDLE_COST else "NOT under"
-        self._find(
-            f"Idle engines beside ({', '.join(others)}) cost {first} {cost:+.2%} of the P50 TTFT of"
-            f" {IDLE_PROMPTS} lone prompts, {verdict} {IDLE_COST:.0%};"
-            f" of the time between tokens {median(beside['tpot_ms']) / median(without['tpot_ms']) - 1:+.2%}."
-        )
+            self._run.note(TIME_WAS_UP)
+            self.steps.say(f"  {TIME_WAS_UP}")
