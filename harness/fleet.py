@@ -61,7 +61,12 @@ class Fleet:
 
         ports = _distinct_ports(len(arms))
         starting = [self._start_one(arm, port) for arm, port in zip(arms, ports, strict=True)]
-        _, failed = _sorted_out([arm.name for arm in arms], await gather_all(starting, hopeless))
+        failed = {}
+        for arm, outcome in zip(arms, await gather_all(starting, hopeless), strict=True):
+            if isinstance(outcome, UserError):
+                failed[arm.name] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
         if not self.serving.gpu:
             self.folder.require_equal_bytes()
         return dict(sorted(failed.items(), key=lambda item: isinstance(item[1], GivenUpError)))
@@ -110,15 +115,21 @@ class Fleet:
         for engine in ending:
             engine.stop()
 
-    async def ask_all(
+    async def ask_each(
         self, asking: Callable[[Target], Coroutine[Any, Any, Any]], doing: str
     ) -> tuple[dict[str, Any], dict[str, UserError]]:
-        """Asks every arm at once; by arm what it answered, and why it did not."""
-        targets = self.targets
-        outcomes = await gather_all(
-            [self.engines[name].guard(asking(target), doing) for name, target in targets.items()]
-        )
-        return _sorted_out(list(targets), outcomes)
+        """Asks one arm after the other; by arm what it answered, and why it did not.
+
+        Not all at once: a rank that waits for another on the GPU holds up every engine beside it, and what kernels
+        are tuned by would be the neighbours' load.
+        """
+        answers, failed = {}, {}
+        for name, target in self.targets.items():
+            try:
+                answers[name] = await self.engines[name].guard(asking(target), doing)
+            except UserError as error:
+                failed[name] = error
+        return answers, failed
 
     @asynccontextmanager
     async def watched(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -171,19 +182,6 @@ async def gather_all(
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     given_up = GivenUpError("given up, since too few others were left")
     return [given_up if isinstance(outcome, asyncio.CancelledError) else outcome for outcome in outcomes]
-
-
-def _sorted_out(names: Sequence[str], outcomes: Sequence[Any]) -> tuple[dict[str, Any], dict[str, UserError]]:
-    """Results and users' errors by name; any other error is a fault, and raised."""
-    results, failed = {}, {}
-    for name, outcome in zip(names, outcomes, strict=True):
-        if isinstance(outcome, UserError):
-            failed[name] = outcome
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            results[name] = outcome
-    return results, failed
 
 
 def _distinct_ports(count: int) -> list[int]:

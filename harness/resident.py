@@ -231,7 +231,7 @@ class ResidentRun:
                 async with long_context.session() as session:
                     await long_context.stream(session, target, prompt, WARM_UP_TOKENS)
 
-        _, failed = await fleet.ask_all(ask, "answering its first request")
+        _, failed = await fleet.ask_each(ask, "answering its first request")
         self._leave_out(fleet, failed)
 
     async def _parity(self, fleet: Fleet) -> None:
@@ -263,7 +263,7 @@ class ResidentRun:
                 prefill_tokens=resident.prefill_tokens,
             )
 
-        answers, failed = await fleet.ask_all(ask, "answering the parity prompts")
+        answers, failed = await fleet.ask_each(ask, "answering the parity prompts")
         self._leave_out(fleet, failed)
         refusal = self._judge(fleet, prompts, reference, answers)
         arms = {arm.name: arm for arm in options.arms}
