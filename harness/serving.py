@@ -81,7 +81,7 @@ def on_cpu(program: Sequence[str], model: Path, kv_bytes: int, max_model_len: in
         extra,
         gpu=False,
         nice=10,
-        ready_timeout_s=300.0,
+        ready_timeout_s=900.0,  # several start at once, on the same few cores
         chunk_tokens=CPU_CHUNK,
     )
 

@@ -17,7 +17,7 @@ def test_resident_pair_survives_a_killed_rank(tmp_path: Path) -> None:
     words += " --sla 15,25 --parity-lengths 40,1290 --lone-prompts 1 --kill dcp2"
     command = [sys.executable, "-m", "harness", "bench", *words.split()]
     done = subprocess.run(
-        [*command, "--out", str(run), "--cache", str(tmp_path)], capture_output=True, text=True, timeout=900
+        [*command, "--out", str(run), "--cache", str(tmp_path)], capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
     manifest = json.loads((run / "manifest.json").read_text())
