@@ -52,9 +52,12 @@ def copy_16_bytes_to_all(source, destination, keep, PTX: tl.constexpr):
 
 @triton.jit
 def clock_ns():
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    """Nanoseconds, one value for all threads of a program: a loop that only some of them left would not end well."""
+    thread = tl.arange(0, 128)
+    own = tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,r", [thread], dtype=tl.int64, is_pure=False, pack=1
     )
+    return tl.max(own, axis=0)
 
 
 @triton.jit
@@ -141,11 +144,12 @@ def await_signals(
     real = source < WORLD_SIZE
     begun = tl.full((), 0, tl.int64)
     elapsed = tl.full((), 0, tl.int64)
-    if PTX:
-        begun = clock_ns()
     # Adding nothing is a load with acquire semantics that every version of Triton has.
     seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
     behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)
+    if PTX:  # noqa: SIM102 (known when compiled; the next is not)
+        if behind > 0:
+            begun = clock_ns()
     while (behind > 0) & ((limit_ns == 0) | (elapsed < limit_ns)):
         seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
         behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)

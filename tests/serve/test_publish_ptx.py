@@ -112,6 +112,10 @@ def test_wait_acquires_reads_the_clock_and_can_end_the_kernel() -> None:
     # The report is out before any thread ends the kernel.
     fence, trap = text.index("fence.acq_rel.sys"), text.index("trap;")
     assert text.rindex("st.global", 0, trap) < fence < text.rindex("bar.sync", 0, trap) < trap
+    # And all of a program's threads leave the loop together: the time they compare is one that they have exchanged.
+    waited = publish(multicast=False)
+    polled = waited[waited.rindex("%globaltimer") :]
+    assert "ld.shared.b64" in polled[: polled.index("bra")]
     unwaited = publish(multicast=False, wait=False)
     assert "atom.global.sys.acquire.add" not in unwaited and "trap;" not in unwaited
 
