@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
@@ -61,7 +62,8 @@ class Layer:
         key = torch.cat((projected[..., :NOPE], k_pe[:, None].expand(-1, HEADS, -1)), dim=-1)
         value = torch.nn.functional.pad(projected[..., NOPE:], (0, ROPE))
         heads_first = [t.transpose(0, 1).unsqueeze(0) for t in (key, value)]
-        return torch.nn.functional.scaled_dot_product_attention(self.query, *heads_first)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(self.query, *heads_first)
 
 
 def serial(source: Publisher, chunks: list[Inputs], consume: Callable[[Planes], Any]) -> list[Any]:
