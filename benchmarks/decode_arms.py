@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `decode_parity.py` compares: the slice, and the arms."""
+
+from typing import Any
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "vocab_size": 32768,
+    "hidden_size": 7168,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "head_dim": 128,
+    "num_shared_experts": 1,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "use_grouped_topk": True,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "num_nextn_predict_layers": 0,
+    "routed_expert_hidden_size": 1024,
+    "latent_moe_use_norm": True,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+        "num_heads": 96,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+
+
+def stock(backend: str, exchange: str) -> dict[str, Any]:
+    return {"backend": backend, "dcp_comm_backend": exchange, "env": {"KIMI_K3_PREFILL_KV": "stock"}}
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "tp2": {"backend": "FLASH_ATTN_MLA"},
+    "fa3+ag_rs": stock("FLASH_ATTN_MLA", "ag_rs"),
+    "fa3+a2a": stock("FLASH_ATTN_MLA", "a2a"),
+    "fa3+a2a uncured": stock("FLASH_ATTN_MLA", "a2a") | {"uncured": True, "dies": True},
+    "flashmla+ag_rs": stock("FLASHMLA", "ag_rs"),
+    "flashmla+a2a": stock("FLASHMLA", "a2a"),
+    "triton+ag_rs": stock("TRITON_MLA", "ag_rs"),
+    "triton+a2a": stock("TRITON_MLA", "a2a"),
+    "peer fa3": {"backend": "PEER_FLASH_ATTN_MLA"},
+    "peer flashmla": {"backend": "PEER_FLASHMLA", "env": {"KIMI_K3_VERIFY_PREFILL_KV": "1"}},
+    "peer triton": {"backend": "PEER_TRITON_MLA"},
+    "peer fa3 graphs": {"backend": "PEER_FLASH_ATTN_MLA", "graphs": True},
+}
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-").replace("+", "-")
