@@ -116,19 +116,27 @@ class Fleet:
             engine.stop()
 
     async def ask_each(
-        self, asking: Callable[[Target], Coroutine[Any, Any, Any]], doing: str
+        self, asking: Callable[[Target], Coroutine[Any, Any, Any]], doing: str, *, together: bool = False
     ) -> tuple[dict[str, Any], dict[str, UserError]]:
         """Asks one arm after the other; by arm what it answered, and why it did not.
 
-        Not all at once: a rank that waits for another on the GPU holds up every engine beside it, and what kernels
+        Not `together`: a rank that waits for another on the GPU holds up every engine beside it, and what kernels
         are tuned by would be the neighbours' load.
         """
-        answers, failed = {}, {}
-        for name, target in self.targets.items():
+        answers: dict[str, Any] = {}
+        failed: dict[str, UserError] = {}
+
+        async def ask(target: Target) -> None:
             try:
-                answers[name] = await self.engines[name].guard(asking(target), doing)
+                answers[target.name] = await self.engines[target.name].guard(asking(target), doing)
             except UserError as error:
-                failed[name] = error
+                failed[target.name] = error
+
+        if together:
+            await gather_all([ask(target) for target in self.targets.values()])
+        else:
+            for target in self.targets.values():
+                await ask(target)
         return answers, failed
 
     @asynccontextmanager

@@ -42,6 +42,7 @@ PROFILES = {  # (part of the GPU's name, how many) -> profile, arms
 GIB = 1 << 30
 READY_TIMEOUT_S = 1800.0
 ANSWER_ROOM = 512  # tokens of an answer to a parity prompt or a long one
+LEAST_START_S = 300.0
 START_SHARE = 0.6  # of a --budget: a start that takes longer leaves no time to measure
 
 
@@ -223,7 +224,7 @@ def resident_plan(
         extra=shlex.split(arguments.engine_arguments),
         ready_timeout_s=READY_TIMEOUT_S
         if arguments.budget is None
-        else min(READY_TIMEOUT_S, START_SHARE * 60 * arguments.budget),
+        else min(READY_TIMEOUT_S, max(LEAST_START_S, START_SHARE * 60 * arguments.budget)),
     )
     return options, resident_options(arguments, serving, VOCAB_SIZE)
 

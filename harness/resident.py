@@ -17,7 +17,7 @@ are another launch of each arm. What is in the run's folder: run_folder.py, and
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -51,7 +51,8 @@ class ResidentOptions:
     `repeats` of each cell. `lone_prompts` of `context_tokens` go to each arm alone, and `contexts` at once; 0 leaves
     them out. `parity_tokens` are asked for in answer to each parity prompt, while prompts of `prefill_tokens` are
     prefilled beside. `deadline_s`: on time.monotonic(), when to end. `kill` names the arm whose last rank gets
-    SIGKILL in the middle of its first cell. `despite_refusal` goes on timing arms that disagree, for a diagnosis.
+    SIGKILL in the middle of its first cell. `warm_up_together`: all arms compile their kernels at once, in less time.
+    `despite_refusal` goes on timing arms that disagree, for a diagnosis.
     """
 
     serving: Serving
@@ -66,6 +67,7 @@ class ResidentOptions:
     tolerance: parity.Tolerance = parity.EXACT
     deadline_s: float | None = None
     kill: str | None = None
+    warm_up_together: bool = False
     despite_refusal: bool = False
 
 
@@ -136,7 +138,7 @@ class ResidentRun:
                     self._run.manifest["client_calibration"] = await brief(trace)
                     self.steps.say(f"  {error_bar(self._run.manifest['client_calibration'])}")
             with step("sweep"):
-                await self._sweep(fleet, trace, lambda: self._left_s() - prompts.idle_cost_s())
+                await self._sweep(fleet, trace)
             if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > prompts.idle_cost_s():
                 with step("residency"):
                     await prompts.idle_cost()
@@ -231,7 +233,8 @@ class ResidentRun:
                 async with long_context.session() as session:
                     await long_context.stream(session, target, prompt, WARM_UP_TOKENS)
 
-        _, failed = await fleet.ask_each(ask, "answering its first request")
+        together = self.resident.warm_up_together
+        _, failed = await fleet.ask_each(ask, "answering its first request", together=together)
         self._leave_out(fleet, failed)
 
     async def _parity(self, fleet: Fleet) -> None:
@@ -325,7 +328,7 @@ class ResidentRun:
             baseline = await fleet.engines[name].guard(asking, "measuring its baseline")
         self._run.freeze(baseline, name, options.rates, options.limits_s, options.absolute_rates)
 
-    async def _sweep(self, fleet: Fleet, trace: Trace, left_s: Callable[[], float]) -> None:
+    async def _sweep(self, fleet: Fleet, trace: Trace) -> None:
         async def warm_up(name: str) -> None:
             await self._warm_up(fleet, [name])
 
@@ -342,7 +345,7 @@ class ResidentRun:
             json=self.options.json,
         )
         try:
-            finished = await self._cells.measure(trace, left_s)
+            finished = await self._cells.measure(trace, self._left_s)
         finally:
             self._left_out |= self._cells.left_out
         if not finished:

@@ -46,6 +46,11 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--parity-tolerance", type=float, metavar="NATS", help=f"of a logprob (BF16: {BF16.logprob})"
     )
     group.add_argument(
+        "--warm-up-together",
+        action="store_true",
+        help="all arms compile kernels at once: sooner, but tuned beside each other",
+    )
+    group.add_argument(
         "--despite-refusal", action="store_true", help="time arms that disagree, to find out why"
     )
 
@@ -73,6 +78,7 @@ def resident_options(arguments: argparse.Namespace, serving: Serving, vocab_size
         tolerance=default if tolerance is None else Tolerance(logprob=tolerance),
         deadline_s=time.monotonic() + 60 * arguments.budget if arguments.budget else None,
         kill=arguments.kill,
+        warm_up_together=arguments.warm_up_together,
         despite_refusal=arguments.despite_refusal,
     )
 
