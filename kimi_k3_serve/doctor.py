@@ -25,6 +25,7 @@ BUSY_MIB = 1024
 STACK = 67108864
 MIN_SHM_MB = 1024
 MIN_CACHE_GB = 20.0
+PLUGIN = "kimi_k3_serve"  # the entry point's name
 DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -72,7 +73,7 @@ def no_gpu(case: Case, name: str) -> Iterator[Finding]:
 
 
 def weights(case: Case) -> Iterator[Finding]:
-    """1. Weights that do not fit; also every combination that serve would refuse (2, 3, 14)."""
+    """1. Weights that do not fit; also every combination that serve would refuse (2, 3)."""
     if case.profile is None or case.topology is None or case.profile.machine is None:
         yield Finding("launch", "skip", "needs --profile and --topology of a machine with GPUs")
         return
@@ -337,8 +338,28 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         yield Finding("checkpoint", "ok", f"{folder} is whole")
 
 
+def stock_a2a(case: Case) -> Iterator[Finding]:
+    """14. FLASH_ATTN_MLA with vLLM's own a2a, which only the plugin's mended text survives (attention/cures.py)."""
+    flags = case.flags()
+    asked = (flags.get("attention-backend"), flags.get("dcp-comm-backend")) == ("FLASH_ATTN_MLA", "a2a")
+    if not asked or case.topology is None or case.topology.dcp == 1:
+        yield Finding("a2a", "skip", "FLASH_ATTN_MLA with a2a is not asked for")
+        return
+    plugins = case.setting("VLLM_PLUGINS")
+    if plugins is None or PLUGIN in plugins.split(","):
+        yield Finding("a2a", "ok", "FLASH_ATTN_MLA with a2a is mended by the plugin")
+    else:
+        yield Finding(
+            "a2a",
+            "fail",
+            f"VLLM_PLUGINS={plugins} leaves {PLUGIN} out: FLASH_ATTN_MLA dies with stock a2a at its first token",
+            f"unset VLLM_PLUGINS or add {PLUGIN}; or --attention-backend FLASHMLA",
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     weights,
+    stock_a2a,
     gpus,
     driver,
     peer_access,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -99,8 +100,20 @@ def test_dcp_without_its_collective_backend(world: World) -> None:
 
 
 def test_stock_a2a_with_flash_attn_mla(world: World) -> None:
+    assert look(doctor.stock_a2a, world.case()).startswith("skip")
     world.profile, world.extra = "h200-8x2", ("--attention-backend", "FLASH_ATTN_MLA")
-    assert "dies with stock a2a" in look(doctor.weights, world.case())
+    assert look(doctor.stock_a2a, world.case()) == ""
+    world.environment["VLLM_PLUGINS"] = "other"
+    assert "leaves kimi_k3_serve out: FLASH_ATTN_MLA dies with stock a2a" in look(
+        doctor.stock_a2a, world.case()
+    )
+    world.environment["VLLM_PLUGINS"] = "other,kimi_k3_serve"
+    assert look(doctor.stock_a2a, world.case()) == ""
+
+
+def test_the_plugin_has_the_name_that_the_doctor_looks_for() -> None:
+    found = [point.name for point in entry_points(group="vllm.general_plugins") if "kimi_k3" in point.value]
+    assert set(found) == {doctor.PLUGIN}
 
 
 @pytest.mark.parametrize(
