@@ -56,6 +56,7 @@ class World:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stock = Stock(dist.group.WORLD)
         self.one = torch.ones(1, device=self.device)
+        self.kept: Any = None
 
     def publisher(
         self, dtype: torch.dtype, model_dtype: torch.dtype = BF16, timeout_s: float = 60
@@ -243,6 +244,7 @@ def soak(world: World, dtype: torch.dtype, publications: int, *, waits: bool = T
 def late_rank_is_named(world: World) -> dict[str, Any]:
     """The last check: it costs rank 0 its CUDA context."""
     source, inputs = world.publisher(BF16), world.inputs([9], BF16)
+    world.kept = source, inputs  # freeing symmetric memory without a context would end the process
     gather(source, inputs, 0)
     torch.cuda.synchronize()
     dist.barrier(world.host_group)
