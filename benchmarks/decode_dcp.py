@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one layer's decode collectives cost under DCP: stock against peer, inside CUDA graphs, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/decode_dcp.py --json results/decode-dcp-h200-x2.json
+    torchrun --nproc-per-node 2 benchmarks/decode_dcp.py --json results/decode-h200-x2/decode_dcp.json
     python benchmarks/decode_dcp.py            # one GPU, W = 1: the kernels' own cost, nothing crosses NVLink
 
 Kimi-K3's geometry: 96 heads over W ranks, queries of 576 and outputs of 512 BF16 values a head. For each batch, in

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a column-sharded latent projection costs and saves: its gather, and its GEMM with and without, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/projection_gather.py --json results/projection-h200-x2.json
+    torchrun --nproc-per-node 2 benchmarks/projection_gather.py --json results/projection/h200-x2.json
 
 Kimi-K3's widths over W ranks. Device time of one call in microseconds: a CUDA graph of --layers calls, replayed
 --repeats times, the median over replays of the slowest rank. Every way is compared bit by bit before it is timed, and

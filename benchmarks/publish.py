@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to bring one chunk's context rows to every rank: stock, NCCL fallback, peer, and the copy floor.
 
-    torchrun --nproc-per-node 2 benchmarks/publish.py --json results/publish-h200-x2.json
+    torchrun --nproc-per-node 2 benchmarks/publish.py --json results/publish/h200-x2.json
     python benchmarks/publish.py            # one GPU, W = 1: the kernels' own cost, nothing crosses NVLink
 
 For each chunk and KV dtype the time of one call, the median of --repeats over --sets caches in turn, on the slowest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Would publishing chunk i + 1 on a side stream, while chunk i is attended to, be worth it?
 
-    torchrun --nproc-per-node 2 benchmarks/publish_overlap.py --json results/publish-overlap-h200-x2.json
+    torchrun --nproc-per-node 2 benchmarks/publish_overlap.py --json results/publish/h200-x2-overlap.json
 
 A layer as Kimi-K3's at TP2 sees it: --chunks chunks of 65,536 context rows; of each, publication, `kv_b_proj` for 48
 heads, key concatenation and attention of --queries queries (SDPA stands for vLLM's FlashAttention), at the end an

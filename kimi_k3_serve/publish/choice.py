@@ -7,6 +7,7 @@ collective  all-gather of the cached bytes, then one indexed copy
 stock       vLLM's own text, untouched
 """
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ def timeout_s() -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not (math.isfinite(value) and value > 0):
         raise PrefillKVError(f"{TIMEOUT}={text!r} is not a positive number of seconds")
     return value
 

@@ -15,7 +15,7 @@ import torch
 
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.publish import timing, verify
-from kimi_k3_serve.publish.choice import Choice, asked, select
+from kimi_k3_serve.publish.choice import Choice, asked, select, timeout_s
 from kimi_k3_serve.publish.chunks import DeviceChunk, upload
 from kimi_k3_serve.publish.layout import SLOTS
 
@@ -31,11 +31,12 @@ def install(device_type: str) -> None:
     After `ownership.install`, which edits the same builder's text.
 
     Raises:
-        PrefillKVError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do.
+        PrefillKVError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do, or the time-out is no time.
     """
     from vllm.model_executor.layers.attention import mla_attention
 
     asked(device_type)
+    timeout_s()
     verify.asked()
     impl, builder = mla_attention.MLACommonBaseImpl, mla_attention.MLACommonMetadataBuilder
     stock = impl._context_parallel_compute_prefill_context
@@ -64,6 +65,13 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         if self.dcp_world_size > 1:
             choice = self.dcp_manager.prefill_kv = choice_for(self)
+            if choice.source is None and verify.ON:
+                logger.warning(
+                    "%s=1 compares nothing: prefill KV goes by %s (%s)",
+                    verify.SWITCH,
+                    choice.transport,
+                    choice.reason,
+                )
             if choice.source is not None and not verify.ON:
                 # Rows come straight from the paged cache: nothing reads vLLM's gather buffers, so give them back.
                 self.chunked_prefill_workspace = self.chunked_prefill_workspace[:0].clone()

@@ -40,10 +40,14 @@ def test_what_a_device_cannot_do_is_refused_at_once(
         choice.asked(device)
 
 
-def test_switches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.TIMEOUT, "soon")
-    with pytest.raises(PrefillKVError, match="'soon' is not a positive number of seconds"):
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_time_out_is_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.TIMEOUT, text)
+    with pytest.raises(PrefillKVError, match=f"'{text}' is not a positive number of seconds"):
         choice.timeout_s()
+
+
+def test_switches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verify.SWITCH, "yes")
     with pytest.raises(Exception, match="KIMI_K3_VERIFY_PREFILL_KV='yes' is not known; use 0 or 1"):
         verify.asked()
