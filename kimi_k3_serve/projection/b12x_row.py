@@ -62,6 +62,11 @@ class B12xRow:
         )
         self.plans: dict[torch.dtype, Any] = {}
 
+    def warm_up(self) -> None:
+        """Prepare both dtypes' plans: a graph's capture must not have to. Collective."""
+        for dtype in (torch.bfloat16, torch.float16):
+            self.merged(torch.zeros(1, sum(self.local), dtype=dtype, device=self.device))
+
     def takes(self, local: torch.Tensor) -> bool:
         return local.shape[0] == 1 and local.device == self.device
 
@@ -75,14 +80,17 @@ class B12xRow:
         return restore(gathered.transpose(0, 1), self.local)
 
     def capturing(self) -> AbstractContextManager[Any]:
-        """The pool's capture scope, where this stream is being captured into a graph."""
+        """The pool's capture scope, where this stream is being captured into a graph.
+
+        A pool of a single channel needs no channel id, and lets the scope begin while the stream is captured.
+        """
         if torch.cuda.is_current_stream_capturing():
             scope: AbstractContextManager[Any] = self.pool.capture()
             return scope
         return nullcontext()
 
     def plan(self, row: torch.Tensor, out: torch.Tensor) -> Any:
-        """The prepared plan of this dtype; made at its first eager row, which every rank meets at the same step."""
+        """The prepared plan of this dtype; made by `warm_up`, on all ranks together."""
         if row.dtype not in self.plans:
             pcie = importlib.import_module("b12x.comm.pcie")
             call = {"local_input": row, "out": out}

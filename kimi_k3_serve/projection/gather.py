@@ -219,7 +219,9 @@ def select(
     if value in ("auto", "b12x"):
         refusal = first_refusal(group, b12x_refusal(device, group.world_size, forced=value == "b12x"))
         if refusal is None:
-            return Choice("b12x", because(reasons, value), b12x_row.B12xRow(group, local, device))
+            row = b12x_row.B12xRow(group, local, device)
+            row.warm_up()
+            return Choice("b12x", because(reasons, value), row)
         reasons["b12x"] = refusal
     if value in ("auto", "peer"):
         first, second = local

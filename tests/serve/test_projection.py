@@ -231,6 +231,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, *arguments: Any) -> None:
             made.append("b12x")
 
+        def warm_up(self) -> None:
+            made.append("b12x warm")
+
     monkeypatch.setattr(gather.b12x_row, "B12xRow", Row)
     return SimpleNamespace(world_size=2, cpu_group=None, device_group=None, made=made)
 
@@ -275,7 +278,7 @@ def test_the_way_and_its_reason(
     choice = gather.select(alone, WIDTHS, GPU)
     assert choice.name == name and words in choice.reason
     assert (choice.way is None) == (name == "collective")
-    assert alone.made == {"b12x": ["b12x"], "peer": ["warm"], "collective": []}[name]
+    assert alone.made == {"b12x": ["b12x", "b12x warm"], "peer": ["warm"], "collective": []}[name]
     assert choice.way is None or choice.way.rows == {"b12x": 1, "peer": 8}[name]
 
 
@@ -461,10 +464,13 @@ def test_one_row_over_b12x(monkeypatch: pytest.MonkeyPatch, world_size: int, dty
     source = b12x_row.B12xRow(group, shard.local_widths(WIDTHS, world_size), torch.device("cpu"))
     assert source.width == {2: 1056, 4: 528, 8: 264, 16: 136}[world_size]
     local = torch.cat([everyone[0], everyone[0]], dim=1)[:, : everyone[0].shape[1]]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    source.warm_up()
+    assert len(prepared) == 2  # none is left to the capture
     for capturing in (False, False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         assert source.takes(local) and torch.equal(source.merged(local), logical)
-    assert len(prepared) == 1 and pool[0].captures == 1
+    assert len(prepared) == 2 and pool[0].captures == 1
     assert not source.takes(torch.zeros(2, local.shape[1], dtype=dtype))
 
 
