@@ -22,6 +22,7 @@ from harness.engines.proof import Proof, complete, objections, parse_proof
 from harness.errors import UserError
 
 FAKE = Path(__file__).with_name("fake_engine.py")
+CAPACITY = "INFO GPU KV cache size: 3,906 tokens, Maximum concurrency"  # of fake_argv's bytes
 
 
 def fake_argv(port: int, proof_dir: Path, topology: str = "tp2") -> list[str]:
@@ -112,7 +113,7 @@ async def test_killed_main_process_is_reported_and_takes_everything_along(
     assert (
         line.startswith("engine tp2 died while serving (killed by SIGKILL)") and str(engine.log_path) in line
     )
-    assert log == ["  | fake engine tp2 starting"]
+    assert log == ["  | fake engine tp2 starting", f"  | {CAPACITY}"]
 
 
 def child(pid: int) -> int:
@@ -239,7 +240,7 @@ async def test_engine_that_dies_while_starting_shows_its_log(tmp_path: Path) -> 
         line
         == f"engine tp2 died while starting (exit status 3); its log is {tmp_path / 'engine.log'} and ends:"
     )
-    assert log == ["  | fake engine tp2 starting", "  | ValueError: no room for the KV cache"]
+    assert log == ["  | fake engine tp2 starting", f"  | {CAPACITY}", "  | ValueError: no room for the KV cache"]
 
 
 def test_end_of_a_log_shows_the_cause_and_leaves_noise_out(tmp_path: Path) -> None:
