@@ -240,7 +240,11 @@ async def test_engine_that_dies_while_starting_shows_its_log(tmp_path: Path) -> 
         line
         == f"engine tp2 died while starting (exit status 3); its log is {tmp_path / 'engine.log'} and ends:"
     )
-    assert log == ["  | fake engine tp2 starting", f"  | {CAPACITY}", "  | ValueError: no room for the KV cache"]
+    assert log == [
+        "  | fake engine tp2 starting",
+        f"  | {CAPACITY}",
+        "  | ValueError: no room for the KV cache",
+    ]
 
 
 def test_end_of_a_log_shows_the_cause_and_leaves_noise_out(tmp_path: Path) -> None:
