@@ -15,7 +15,7 @@ At each position two sides agree when
   are so close, and no others.
 
 What is compared: each arm with the reference (two arms can be wrong alike), each arm's answers alone with
-those given concurrently, and each arm with the first one.
+those given concurrently, and each arm with the first one, both alone and concurrently.
 """
 
 import math
@@ -31,6 +31,8 @@ TOP_K = 20
 PROMPT_LENGTHS = (40, 127, 250, 505, 513, 1023, 1290, 1800)
 """Odd and even, around blocks of 128 and chunks of 512 tokens; decoding from 505 crosses such a boundary."""
 OUTPUT_TOKENS = 20
+IN_COMPANY = ", concurrent"
+"""Ends the name of a pair of arms whose concurrent answers are compared."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,13 @@ def compare(
         *((f"{name} vs reference", reference or {}, arm.alone) for name, arm in against.items()),
         *((f"{name} alone vs concurrent", arm.alone, arm.concurrent) for name, arm in arms.items()),
         *(
-            (f"{first} vs {name}", arms[first].alone, arm.alone)
+            pair
             for name, arm in arms.items()
             if name != first
+            for pair in (
+                (f"{first} vs {name}", arms[first].alone, arm.alone),
+                (f"{first} vs {name}{IN_COMPANY}", arms[first].concurrent, arm.concurrent),
+            )
         ),
     ]
     summaries: list[PairSummary] = []
@@ -200,7 +206,7 @@ def at_fault(diverged: Iterable[Mapping[str, Any]], first: str) -> set[str]:
     arms = set()
     for difference in diverged:
         if not difference["explained"]:
-            left, right = difference["pair"].split(" vs ")
+            left, right = difference["pair"].removesuffix(IN_COMPANY).split(" vs ")
             arms.add(right if left == first and right != "reference" else left.removesuffix(" alone"))
     return arms
 

@@ -77,7 +77,7 @@ def test_pair_from_checkpoint_to_headline(out: Path, capsys: pytest.CaptureFixtu
         assert [(cell["n"], cell["failed"]) for cell in arm["cells"]] == [(4, 0), (4, 0)]
     assert [arm["topology"]["dcp"] for arm in summary["arms"]] == [1, 2]
     assert summary["arms"][1]["kv_tokens"] == 2 * summary["arms"][0]["kv_tokens"]
-    assert summary["parity"]["ok"] and summary["parity"]["compared"] == 5 * 3 * 20
+    assert summary["parity"]["ok"] and summary["parity"]["compared"] == 6 * 3 * 20
     assert read(out / "parity.json")["prefills_beside"]["dcp2"] > 0
     assert [note.partition(" at ")[0] for note in summary["notes"]] == ["tp2", "dcp2"]
 

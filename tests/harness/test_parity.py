@@ -21,6 +21,7 @@ from harness.parity import (
     Position,
     Prompt,
     Tolerance,
+    at_fault,
     compare,
     logprob_distance,
     make_prompts,
@@ -69,8 +70,9 @@ def test_equal_answers_pass_and_every_pair_is_compared() -> None:
         "tp2 alone vs concurrent",
         "dcp2 alone vs concurrent",
         "tp2 vs dcp2",
+        "tp2 vs dcp2, concurrent",
     ]
-    assert parity.compared == 5 * 2 * 5
+    assert parity.compared == 6 * 2 * 5
     assert all(pair.max_logprob_difference == 0.0 and pair.min_overlap == 1.0 for pair in parity.pairs)
 
 
@@ -107,6 +109,19 @@ def test_concurrent_answers_that_differ_from_lone_ones_fail() -> None:
     assert refusal.endswith(
         "prompt p0 (40 tokens), position 0, |Δlogprob| 0.2 > 0.05 (tp2 alone vs concurrent)"
     )
+
+
+def test_arms_that_part_only_in_company_fail() -> None:
+    """Each moves by 0.04 beside others, within the tolerance, but in opposite directions."""
+
+    def change(answers: dict[str, dict[str, Answer]]) -> None:
+        for name, by in (("tp2", 0.04), ("dcp2", -0.04)):
+            moved = {**spread(), 5: spread()[5] + by}
+            answers[name]["concurrent"]["p0"] = altered(REFERENCE["p0"], 0, moved)
+
+    parity = result(change)
+    assert [d.pair for d in parity.diverged] == ["tp2 vs dcp2, concurrent"] and not parity.ok
+    assert at_fault([asdict(d) for d in parity.diverged], "tp2") == {"dcp2"}
 
 
 def test_two_arms_that_are_wrong_alike_fail_against_the_reference() -> None:
