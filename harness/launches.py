@@ -51,14 +51,24 @@ def _read_answers(path: Path) -> ArmAnswers:
     return ArmAnswers(parsed(raw["alone"]), parsed(raw["concurrent"]), raw["prefills_beside"])
 
 
-def what_bound(arm: str, rate: float, metrics: Mapping[str, Any]) -> str:
-    """One sentence on whether KV capacity or computation limited an arm in a cell."""
-    usage, waiting = metrics["kv_usage_max"], metrics["waiting_capacity_max"]
-    if usage is None or waiting is None:
+def what_bound(arm: str, rate: float, samples: Sequence[Mapping[str, float | None]]) -> str:
+    """One sentence on whether KV capacity or computation limited an arm in a cell; `samples` as in `store.Cell`.
+
+    A request that waits to be scheduled may wait for KV blocks, for a place in the batch or for its turn to be
+    prefilled: KV capacity is what bound it only where the cache was nearly full at the same moment.
+    """
+    seen = [
+        (usage, waiting)
+        for sample in samples
+        if (usage := sample["kv_usage"]) is not None and (waiting := sample["waiting_capacity"]) is not None
+    ]
+    if not seen:
         return f"{arm} at {rate:g} QPS: what bound it is unknown, the engine exports no such metrics."
-    capacity = waiting > 0 and usage > BOUND_KV_USAGE
+    waits = [waiting for _, waiting in seen]
+    full = sum(usage > BOUND_KV_USAGE and waiting > 0 for usage, waiting in seen)
     return (
-        f"{arm} at {rate:g} QPS: {'KV capacity' if capacity else 'computation, not KV capacity,'} bound it"
-        f" (KV usage up to {usage:.2f}; {metrics['waiting_capacity_mean']:.2f} requests waiting for capacity"
-        f" on average, at most {waiting:g}, sampled at 1 Hz)."
+        f"{arm} at {rate:g} QPS: {'KV capacity' if full else 'computation, not KV capacity,'} bound it"
+        f" (in {full} of {len(seen)} samples, at 1 Hz, requests waited while KV usage was over {BOUND_KV_USAGE:g};"
+        f" KV usage up to {max(usage for usage, _ in seen):.2f}; {sum(waits) / len(waits):.2f} requests waiting to be"
+        f" scheduled on average, at most {max(waits):g})."
     )

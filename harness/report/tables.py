@@ -159,8 +159,11 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
 
 
 def engine_table(summary: Mapping[str, Any]) -> Table:
-    """What bound each cell: KV usage, requests waiting, preemptions, prefix hits."""
-    head = ["arm", "QPS", "repeat", "running max", "waiting max", "waiting for KV capacity, mean", "max"]
+    """What bound each cell: KV usage, requests waiting, preemptions, prefix hits.
+
+    vLLM counts all that wait to be scheduled as waiting for "capacity", be it KV blocks or a place in the batch.
+    """
+    head = ["arm", "QPS", "repeat", "running max", "waiting max", "waiting to be scheduled, mean", "max"]
     head += ["KV usage max", "preemptions", "prefix hits"]
     columns = ("running_max", "waiting_max", "waiting_capacity_mean", "waiting_capacity_max", "kv_usage_max")
     counters = ("preemptions_delta", "prefix_hits_delta")

@@ -297,17 +297,26 @@ def test_unloaded_requests_cover_the_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usage", "waiting", "verdict"),
+    ("seen", "verdict"),
     [
-        (0.97, 3.0, "KV capacity bound it (KV usage up to 0.97; 3.00 requests waiting"),
-        (0.97, 0.0, "computation, not KV capacity, bound it"),
-        (0.60, 2.0, "computation, not KV capacity, bound it"),
-        (None, None, "unknown"),
+        ([(0.5, 0), (0.97, 3)], "KV capacity bound it (in 1 of 2 samples, at 1 Hz, requests waited while KV"),
+        ([(0.97, 0), (0.97, 0)], "computation, not KV capacity, bound it"),
+        ([(0.60, 2)], "computation, not KV capacity, bound it (in 0 of 1 samples"),
+        (
+            [(0.97, 0), (0.3, 4)],
+            "computation, not KV capacity, bound it",
+        ),  # full and waiting, but not together
+        (
+            [(0.60, 2), (0.5, 0)],
+            "KV usage up to 0.60; 1.00 requests waiting to be scheduled on average, at most 2",
+        ),
+        ([(None, 1), (0.9, None)], "unknown"),
+        ([], "unknown"),
     ],
 )
-def test_note_on_what_bound(usage: float | None, waiting: float | None, verdict: str) -> None:
-    metrics = {"kv_usage_max": usage, "waiting_capacity_max": waiting, "waiting_capacity_mean": waiting}
-    assert verdict in what_bound("tp2", 2.4, metrics)
+def test_note_on_what_bound(seen: list[tuple[float | None, float | None]], verdict: str) -> None:
+    samples = [{"kv_usage": usage, "waiting_capacity": waiting} for usage, waiting in seen]
+    assert verdict in what_bound("tp2", 2.4, samples)
 
 
 def test_launches_alternate() -> None:

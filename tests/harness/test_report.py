@@ -201,6 +201,7 @@ def test_tables(tmp_path: Path) -> None:
         "Parity: not checked",
         "cohort 1",
         "dcp2 - tp2",
+        "waiting to be scheduled, mean",
     ):
         assert expected in text
     assert (store.path / "table.md").read_text() == text

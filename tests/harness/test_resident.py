@@ -15,6 +15,7 @@ from harness.errors import UserError
 from harness.fleet import gather_all
 from harness.long_context import Answer, paired_text, while_all_decode
 from harness.parity import at_fault
+from harness.resident_long import idle_text
 from harness.store import RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -169,6 +170,15 @@ def test_paired_text_needs_six_pairs_for_an_interval() -> None:
     assert paired_text("a", "b", times) == "b - a -0.1000 s (n = 3, no interval)"
     times = {"a": {"ttft_s": [1.0] * 6}, "b": {"ttft_s": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}}
     assert paired_text("a", "b", times) == "b - a +0.3500 s (95 % +0.1000 to +0.6000)"
+
+
+def test_idle_engines_beside_get_no_verdict_from_three_prompts() -> None:
+    beside = {"ttft_s": [1.02, 1.0, 1.1], "tpot_ms": [5.0, 5.0, 5.0]}
+    without = {"ttft_s": [1.0, 0.9, 1.2], "tpot_ms": [4.0, 5.0, 6.0]}
+    assert idle_text("tp2", ["dcp2"], beside, without) == (
+        "Idle engines beside (dcp2) changed tp2's P50 TTFT of lone prompts by +2.00% and its time between tokens by"
+        " +0.00% (n = 3, no interval)."
+    )
 
 
 def test_time_between_tokens_while_all_contexts_decode() -> None:
