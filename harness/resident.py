@@ -189,8 +189,9 @@ class ResidentRun:
             run.note(
                 "One launch of each engine: how much launches of the same arm differ was not measured in this run."
             )
-        for arm, why in self._left_out.items():
-            run.note(f"{arm} was left out: {why.splitlines()[0]}")
+        run.manifest["left_out"] = {arm: why.splitlines()[0] for arm, why in self._left_out.items()}
+        for arm, why in run.manifest["left_out"].items():
+            run.note(f"{arm} was left out: {why}")
         for death in run.manifest["deaths"]:
             run.note(death_text(death))
         run.note_missing(self.options.arms)

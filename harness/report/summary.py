@@ -73,6 +73,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "noise_floor": noise_floors(names, valid),
         "boundary_difference": boundary_section(names, cells, valid, limits),
         "parity": manifest.get("parity"),
+        "left_out": manifest.get("left_out", {}),
         "client_calibration": manifest.get("client_calibration"),
         "notes": manifest["notes"],
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.report.verdict import findings
+from harness.report.verdict import findings, other_tokens
 
 LIMITS = ("15", "25")
 
@@ -336,8 +336,9 @@ def fixed_cohort_note(summary: Mapping[str, Any]) -> str:
 def _parity_note(parity: Mapping[str, Any] | None) -> str:
     if parity is None:
         return "Parity: not checked."
-    verdict = "passed" if parity["ok"] else "FAILED"
-    return f"Parity: {verdict}, {parity['compared']} compared, {len(parity['diverged'])} diverged."
+    if parity["ok"]:
+        return f"Parity: passed, {parity['compared']} compared, {other_tokens(parity)}."
+    return f"Parity: FAILED, {parity['compared']} compared, {len(parity['diverged'])} diverged."
 
 
 def _flagged(summary: Mapping[str, Any]) -> frozenset[int]:

@@ -103,12 +103,30 @@ def _rates(summary: Summary) -> Finding:
     ]
     if unstable:
         sentences.append(f"Unstable (the backlog grows): {', '.join(unstable)}.")
-    repeats = {cell["repeat"] for arm in summary["arms"] for cell in arm["cells"]}
-    if len(repeats) < 3 and len(summary["arms"]) > 1:
+    repeats = min(boundary_repeats(arm) for arm in summary["arms"])
+    if repeats < 3 and len(summary["arms"]) > 1:
         sentences.append(
-            f"{_count(len(repeats), 'repeat')}: how far chance moves these rates is not known (3 repeats needed)."
+            f"{_count(repeats, 'repeat')} at a boundary: how far chance moves these rates is not known"
+            " (3 repeats needed)."
         )
-    return Finding("Load", " ".join(sentences), "sure" if len(repeats) >= 3 else "open")
+    return Finding("Load", " ".join(sentences), "sure" if repeats >= 3 else "open")
+
+
+def boundary_repeats(arm: Mapping[str, Any]) -> int:
+    """How often each rate that an arm's verdicts rest on was measured, at the least; 0 where there is none.
+
+    Those are its highest passing and its first missing rate, for each limit. Cells count that are valid, or unstable.
+    """
+    boundary = {*arm["highest_passing_qps"].values(), *arm["first_miss_qps"].values()} - {None}
+    measured = [
+        {
+            cell["repeat"]
+            for cell in arm["cells"]
+            if cell["offered_qps"] == rate and (cell["valid"] or cell["unstable"])
+        }
+        for rate in boundary
+    ]
+    return min(map(len, measured), default=0)
 
 
 def _boundary(summary: Summary, limit: str) -> str:
@@ -147,12 +165,27 @@ def _trust(summary: Summary) -> Finding:
     text += (
         " Whether the arms compute the same was not checked."
         if parity is None
-        else f" Parity passed: {parity['compared']} positions compared, {len(parity['diverged'])} diverged."
+        else f" Parity passed: {parity['compared']} positions compared, {other_tokens(parity)}."
     )
+    left_out: Mapping[str, str] = summary.get("left_out") or {}
+    if left_out:
+        text += f" Left out: {', '.join(left_out)} (reasons below)."
     if summary["scale"] != 1:
         text += f" Prompts are scaled by {summary['scale']:g}: these are not the times of the full workload."
     flawed = not cells or any(not cell["unstable"] for _, cell in bad)
-    return Finding("Trust", text, "bad" if flawed else "open" if parity is None else "sure")
+    return Finding("Trust", text, "bad" if flawed else "open" if parity is None or left_out else "sure")
+
+
+def other_tokens(parity: Mapping[str, Any]) -> str:
+    """Of a parity that passed: how often two sides chose different tokens, which is no failure."""
+    n = len(parity["diverged"])
+    if n == 0:
+        return "no other token"
+    return (
+        "1 other token, explained by its margin"
+        if n == 1
+        else f"{n} other tokens, all explained by their margin"
+    )
 
 
 def _later(seconds: float) -> str:

@@ -108,6 +108,34 @@ def test_rates_need_three_repeats(tmp_path: Path) -> None:
     assert "both arms pass 1 QPS" in text and "unbounded to unbounded" in text
 
 
+def test_repeats_are_counted_where_an_arm_has_fewest_at_its_boundary(tmp_path: Path) -> None:
+    """Three repeats of tp8 at 1 QPS, three of dcp8 at 0.5: but dcp8 was measured once at its boundary, 1 QPS."""
+    cells = {
+        key: run for key, run in pair(0.0, 0.0, repeats=3).items() if key.arm == "tp8" or key.repeat == 0
+    }
+    cells |= {CellKey("dcp8", 0.5, repeat): run_of(repeat, 0.0) for repeat in range(3)}
+    state, text = said(written(tmp_path / "a", cells))["Load"]
+    assert state == "open" and "1 repeat at a boundary" in text
+    state, text = said(written(tmp_path / "b", pair(0.0, 0.0, repeats=3)))["Load"]
+    assert state == "sure" and "at a boundary" not in text
+    alone = {key: run for key, run in pair(0.0, 0.0, repeats=3).items() if key.arm == "tp8"}
+    assert "0 repeats at a boundary" in said(written(tmp_path / "c", alone))["Load"][1]
+
+
+def test_other_tokens_that_margins_explain_do_not_read_as_failure(tmp_path: Path) -> None:
+    parity = {"ok": True, "compared": 640, "diverged": [{}] * 18}
+    state, text = said(written(tmp_path, pair(0.0, 0.0), parity=parity))["Trust"]
+    assert state == "sure"
+    assert "640 positions compared, 18 other tokens, all explained by their margin." in text
+
+
+def test_an_arm_that_was_left_out_is_named(tmp_path: Path) -> None:
+    parity = {"ok": True, "compared": 640, "diverged": []}
+    left_out = {"dcp8-stock": "it did not start"}
+    state, text = said(written(tmp_path, pair(0.0, 0.0), parity=parity, left_out=left_out))["Trust"]
+    assert state == "open" and "Left out: dcp8-stock (reasons below)." in text
+
+
 def test_unstable_cells_are_shown_and_explained(tmp_path: Path) -> None:
     """Served one in two seconds while one arrives each second."""
     cells = pair(0.0, 0.001) | {CellKey("tp8", 2.0, 0): run_of(3, 0.0, grow_s=1.0)}

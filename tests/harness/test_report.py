@@ -288,10 +288,10 @@ def test_a_report_of_fewer_cells_leaves_no_old_plot(tmp_path: Path) -> None:
 
 
 def test_parity_is_passed_on(tmp_path: Path) -> None:
-    parity = {"ok": True, "compared": 12, "diverged": []}
+    parity: dict[str, Any] = {"ok": True, "compared": 12, "diverged": []}
     summary = summary_of(tmp_path / "run", PAIR, parity=parity)
     assert summary["parity"] == parity
-    assert "Parity: passed, 12 compared, 0 diverged." in markdown_report(summary)
+    assert "Parity: passed, 12 compared, no other token." in markdown_report(summary)
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def test_arm_that_does_not_prove_itself_is_left_out(
     assert error.startswith("error: dcp2 was left out: arm dcp2 is not what its name says: peer_decode_merge")
     assert {arm for arm, *_ in measured(out)} == {"tp2", "dcp2-stock"}
     assert any(note.startswith("dcp2 was left out") for note in read(out / "manifest.json")["notes"])
+    assert read(out / "summary.json")["left_out"].keys() == {"dcp2"}
+    assert "Left out: dcp2 (reasons below)" in (out / "table.md").read_text()
 
 
 async def test_others_are_given_up_when_too_few_are_left() -> None:
