@@ -90,6 +90,8 @@ class Fleet:
             progress=lambda state: self.steps.progress(f"{arm.name} {state}"),
         )
         try:
+            entry = folder.arm(arm.name)
+            entry["starts"] = entry.get("starts", self._session) + 1
             folder.record_engine(arm, engine, argv, engine.proofs, log)
             if (
                 serving.gpu

@@ -309,7 +309,7 @@ class PairRun:
                         trace,
                         plan,
                         engines={target.name: facts},
-                        launch=launch,
+                        launches={target.name: launch},
                         on_progress=show,
                         stop=stop,
                     )

@@ -7,19 +7,21 @@
     sweep        cells alternate between the arms (A B B A); an idle engine beside them has nothing to do
     residency    the first arm again with the others idle, then with the others stopped: what does idleness cost?
 
-An engine that dies is recorded, started again, and its cell measured again. An arm that does not start, or does not
-answer, is left out, and the others go on. Each command that goes on with a run (`resume`) is a session: its engines
-are another launch of each arm. What is in the run's folder: run_folder.py, and
+An engine that dies is recorded and started again, checked like the first as another launch of its arm, and its cell
+measured again. An arm that does not start, or does not answer, is left out, and the others go on. Each command that
+goes on with a run (`resume`) is a session: its engines are another launch of each arm. What is in the run's folder:
+run_folder.py, and
 
     long_context-<session>.json    what the long prompts took, each
+    parity-<arm>-launch<n>.json    the verdict on an engine that died and came back, n from 1
     residency-<session>.json       the same prompts beside idle engines and without them
 """
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
 
 from harness import long_context, parity
 from harness.baseline import measure_baseline
@@ -71,6 +73,15 @@ class ResidentOptions:
     despite_refusal: bool = False
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What this session's arms were asked for parity."""
+
+    prompts: Sequence[parity.Prompt]
+    reference: parity.Answers | None
+    ask: Callable[[Target], Coroutine[Any, Any, parity.ArmAnswers]]
+
+
 class ResidentRun:
     """One session of a run. `store` is None until there is a folder to keep anything in."""
 
@@ -83,6 +94,8 @@ class ResidentRun:
         self._left_out: dict[str, str] = {}
         self._cells: ResidentSweep | None = None
         self._task: asyncio.Task[None] | None = None
+        self._asked: _Asked | None = None
+        self._answers: dict[str, parity.ArmAnswers] = {}
 
     @property
     def store(self) -> RunStore | None:
@@ -114,7 +127,7 @@ class ResidentRun:
             with step("start"):
                 self._leave_out(fleet, await fleet.start(options.arms))
             with step("warm-up"):
-                await self._warm_up(fleet, list(fleet.targets))
+                self._leave_out(fleet, await self._warm_up(fleet, list(fleet.targets)))
             with step("parity"):
                 await self._parity(fleet)
             prompts = LongPrompts(
@@ -185,10 +198,7 @@ class ResidentRun:
             "All arms' engines ran at once, one of them loaded at a time; what idle ones beside cost the first"
             " arm stands in residency-<session>.json where it was measured."
         )
-        if self._session == 0:
-            run.note(
-                "One launch of each engine: how much launches of the same arm differ was not measured in this run."
-            )
+        run.note_launches()
         run.manifest["left_out"] = {arm: why.splitlines()[0] for arm, why in self._left_out.items()}
         for arm, why in run.manifest["left_out"].items():
             run.note(f"{arm} was left out: {why}")
@@ -224,8 +234,8 @@ class ResidentRun:
 
     # Steps
 
-    async def _warm_up(self, fleet: Fleet, names: list[str]) -> None:
-        """Compiles kernels: no timed request is an engine's first."""
+    async def _warm_up(self, fleet: Fleet, names: list[str]) -> dict[str, UserError]:
+        """Compiles kernels: no timed request is an engine's first. Returns why some did not answer, by arm."""
         longest = self.resident.context_tokens // WARM_UP_SHARE
         (prompt,) = long_context.prompts(self.options.seed + 1, 1, longest, self.resident.vocab_size)
 
@@ -236,7 +246,7 @@ class ResidentRun:
 
         together = self.resident.warm_up_together
         _, failed = await fleet.ask_each(ask, "answering its first request", together=together)
-        self._leave_out(fleet, failed)
+        return failed
 
     async def _parity(self, fleet: Fleet) -> None:
         """Of every session, whose engines are new ones. UserError where the arms must not be timed."""
@@ -267,9 +277,11 @@ class ResidentRun:
                 prefill_tokens=resident.prefill_tokens,
             )
 
+        self._asked = _Asked(prompts, reference, ask)
         answers, failed = await fleet.ask_each(ask, "answering the parity prompts")
         self._leave_out(fleet, failed)
         refusal = self._judge(fleet, prompts, reference, answers)
+        self._answers = answers
         arms = {arm.name: arm for arm in options.arms}
         for name in list(fleet.targets):
             try:
@@ -278,6 +290,32 @@ class ResidentRun:
             except UserError as error:
                 self._leave_out(fleet, {name: error})
         if refusal and not resident.despite_refusal:
+            raise UserError(refusal)
+
+    async def _admit(self, fleet: Fleet, name: str) -> None:
+        """An engine that came back is another launch: it is warmed up, then asked and proven like the first one.
+
+        UserError where it must not be timed. Its answers are compared with those that another arm gave at first.
+        """
+        assert self._asked is not None, "no arm is timed before parity"
+        if failed := await self._warm_up(fleet, [name]):
+            raise failed[name]
+        asked, resident, run = self._asked, self.resident, self._run
+        answers = await fleet.engines[name].guard(
+            asked.ask(fleet.targets[name]), "answering the parity prompts again"
+        )
+        other = next(arm for arm in self._answers if arm != name)
+        arms = {other: self._answers[other], name: answers}
+        verdict = parity.compare(
+            asked.prompts, asked.reference, arms, resident.tolerance, resident.parity_tokens
+        )
+        write_json(
+            run.path / f"parity-{name}-launch{run.launches()[name] + 1}.json",
+            {**asdict(verdict), "refusal": verdict.refusal()},
+        )
+        arm = next(arm for arm in self.options.arms if arm.name == name)
+        arm.require_proof(run.read_proofs(name), used=True, gpu=resident.serving.gpu)
+        if (refusal := verdict.refusal()) and not resident.despite_refusal:
             raise UserError(refusal)
 
     def _judge(
@@ -330,8 +368,8 @@ class ResidentRun:
         self._run.freeze(baseline, name, options.rates, options.limits_s, options.absolute_rates)
 
     async def _sweep(self, fleet: Fleet, trace: Trace) -> None:
-        async def warm_up(name: str) -> None:
-            await self._warm_up(fleet, [name])
+        async def admit(name: str) -> None:
+            await self._admit(fleet, name)
 
         self._cells = ResidentSweep(
             fleet,
@@ -340,7 +378,7 @@ class ResidentRun:
             self.steps,
             self._stream,
             session=self._session,
-            warm_up=warm_up,
+            admit=admit,
             kill=self.resident.kill,
             bisect_qps=self.options.bisect_qps,
             json=self.options.json,

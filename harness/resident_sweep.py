@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cells of a resident run: alternating between engines that all run, and going on when one of them dies.
 
-A death ends the cell that runs. What that cell had is set aside, the engine is started and warmed up again, and the
-cell is measured from its beginning; the manifest's `deaths` say what died of what, and how long its return took.
+A death ends the cell that runs. What it touched is set aside, the engine is started, warmed up and checked again, and
+the cell is measured from its beginning. Cells whose requests failed of the load alone stand: overload gets no second
+chance. The manifest's `deaths` say what died of what, and how long its return took.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TextIO
 
 from harness.arms import Arm
+from harness.client import CANCELLED, OK
 from harness.errors import UserError
 from harness.fleet import Fleet
 from harness.load import Progress
 from harness.progress import display, tell_plan
 from harness.run_folder import RunFolder
 from harness.steps import Steps
-from harness.store import CellKey
+from harness.store import Cell, CellKey
 from harness.sweep import Plan, Position, measure
 from harness.trace import Trace
 
@@ -28,8 +30,8 @@ DRAIN_TIMEOUT_S = 180.0
 
 
 class ResidentSweep:
-    """`warm_up` prepares an engine that came back. `kill`: the arm whose last rank is to get SIGKILL, once, in the
-    middle of a cell."""
+    """`admit` prepares an engine that came back, and raises UserError where it must not be timed. `kill`: the arm
+    whose last rank is to get SIGKILL, once, in the middle of a cell."""
 
     def __init__(
         self,
@@ -40,14 +42,14 @@ class ResidentSweep:
         stream: TextIO,
         *,
         session: int,
-        warm_up: Callable[[str], Awaitable[None]],
+        admit: Callable[[str], Awaitable[None]],
         kill: str | None = None,
         bisect_qps: float | None = None,
         json: bool = False,
     ) -> None:
         self.left_out: dict[str, str] = {}
         self._fleet, self._arms, self._run, self._steps, self._stream = fleet, arms, folder, steps, stream
-        self._session, self._warm_up, self._kill = session, warm_up, kill
+        self._session, self._admit, self._kill = session, admit, kill
         self._bisect_qps, self._json = bisect_qps, json
         self._told = False
         self._killed = False
@@ -83,18 +85,21 @@ class ResidentSweep:
                 self._stop = None
             if self._interrupted:
                 raise asyncio.CancelledError
-            failing = self._failing(began_unix_s)
-            suspects = {key.arm for key in failing} | ({self._at.arm} if error and self._at else set())
+            cells = self._cells_since(began_unix_s)
+            suspects = {cell.key.arm for cell in cells if _failed(cell)} | (
+                {self._at.arm} if error and self._at else set()
+            )
             dead = await self._fleet.dead(suspects)
             if not dead:
                 if error:
                     raise error
                 return finished
-            for key in failing:
+            hit = touched(cells, dead)
+            for key in hit:
                 self._run.mark_aborted(key)
                 self._run.set_aside(key)
             for name in dead:
-                await self._replace(name, [str(key) for key in failing if key.arm == name])
+                await self._replace(name, [str(key) for key in hit if key.arm == name])
 
     async def _measure_cells(
         self, trace: Trace, left_s: float, line: Callable[[Position, Progress], None], stop: asyncio.Event
@@ -124,20 +129,18 @@ class ResidentSweep:
                 trace,
                 plan,
                 engines={name: self._run.engine_facts(name) for name in targets},
-                launch=self._session,
+                launches=self._run.launches(),
                 on_progress=show,
                 stop=stop,
                 warmed=list(targets),
             )
 
-    def _failing(self, since_unix_s: float) -> list[CellKey]:
-        """Cells since then that were cut short or have failed requests, of arms that run."""
+    def _cells_since(self, unix_s: float) -> list[Cell]:
+        """Of arms that run."""
         return [
-            cell.key
+            cell
             for cell in self._run.store.cells()
-            if cell.key.arm in self._fleet.engines
-            and cell.facts["started_unix_s"] >= since_unix_s
-            and (cell.facts["aborted"] or any(record.status != "ok" for record in cell.records))
+            if cell.key.arm in self._fleet.engines and cell.facts["started_unix_s"] >= unix_s
         ]
 
     async def _replace(self, name: str, cells: list[str]) -> None:
@@ -161,12 +164,18 @@ class ResidentSweep:
         self._fleet.stop([name])
         began = time.monotonic()
         with self._steps.step(f"{name} restart {restarts}"):
-            if failed := await self._fleet.start([self._arms[name]]):
-                if len(self._fleet.engines) < 2:
+            try:
+                if failed := await self._fleet.start([self._arms[name]]):
                     raise failed[name]
-                self.left_out[name] = str(failed[name])
+                await self._admit(name)
+            except UserError as error:
+                self._steps.say(f"  {name} is left out: {error}")
+                self.left_out[name] = str(error)
+                if name in self._fleet.engines:
+                    self._fleet.stop([name])
+                if len(self._fleet.engines) < 2:
+                    raise
                 return
-            await self._warm_up(name)
         record["restart_s"] = round(time.monotonic() - began, 1)
         self._run.save()
 
@@ -179,6 +188,40 @@ class ResidentSweep:
             self._steps.say(f"  SIGKILL for the last rank of {key.arm} (process {pid}), as asked")
 
 
+def touched(cells: Sequence[Cell], dead: Collection[str]) -> list[CellKey]:
+    """Of the cells of one pass those that an engine's death spoiled: cut short by it, or answered no more.
+
+    A dead engine answers nothing any longer: its death lies after its arm's last success. Failures before that, and
+    requests that the client itself cancelled at the drain limit, are what the load did.
+    """
+    last_s = {
+        arm: max(
+            (end_s for cell in cells if cell.key.arm == arm for end_s in _ends(cell, {OK})), default=-math.inf
+        )
+        for arm in dead
+    }
+
+    def spoiled(cell: Cell) -> bool:
+        failures = {record.status for record in cell.records} - {OK, CANCELLED}
+        return cell.key.arm in dead and any(end_s > last_s[cell.key.arm] for end_s in _ends(cell, failures))
+
+    return [cell.key for cell in cells if cell.facts["aborted"] or spoiled(cell)]
+
+
+def _failed(cell: Cell) -> bool:
+    return cell.facts["aborted"] or any(record.status != OK for record in cell.records)
+
+
+def _ends(cell: Cell, statuses: Collection[str]) -> list[float]:
+    """When the cell's requests of these outcomes ended, on the wall clock."""
+    began_s = cell.facts["started_unix_s"]
+    return [
+        began_s + record.done_s
+        for record in cell.records
+        if record.status in statuses and record.done_s is not None
+    ]
+
+
 def death_text(death: Mapping[str, Any]) -> str:
     """A death and what followed, in one sentence for the report."""
     again = (
@@ -186,6 +229,7 @@ def death_text(death: Mapping[str, Any]) -> str:
         if death["restart_s"] is None
         else f"it was started again in {death['restart_s']:g} s"
     )
-    cells = f", and {', '.join(death['cells'])} measured again" if death["cells"] else ""
+    then = "set aside" if death["restart_s"] is None else "measured again"
+    cells = f", and {', '.join(death['cells'])} {then}" if death["cells"] else ""
     how = " (SIGKILL for one rank, a rehearsal)" if death["rehearsed"] else ""
     return f"Session {death['session']}: {death['cause']}{how}; {again}{cells}."

@@ -124,6 +124,10 @@ class RunFolder:
         entry = self.arm(name)["engine"]
         return {fact: entry[fact] for fact in ("digest", "packages", "flags", "log")}
 
+    def launches(self) -> dict[str, int]:
+        """By arm: which launch of it (from 0) runs now, over all sessions; restarts count (see Fleet)."""
+        return {arm["name"]: arm.get("starts", 1) - 1 for arm in self.manifest["arms"]}
+
     def require_equal_bytes(self) -> None:
         known = {arm["name"]: arm["kv_bytes"] for arm in self.manifest["arms"] if arm["kv_bytes"] is not None}
         if len(set(known.values())) > 1:
@@ -208,6 +212,17 @@ class RunFolder:
         if missing := [arm.name for arm in arms if arm.name not in measured]:
             rest = "this run compares nothing" if len(measured) < 2 else "it is not compared"
             self.note(f"{', '.join(missing)} was not measured: {rest}.")
+
+    def note_launches(self) -> None:
+        """Which arms only one launch was measured of, by their cells."""
+        found: dict[str, set[int]] = {}
+        for cell in self.store.cells():
+            found.setdefault(cell.key.arm, set()).add(cell.facts["launch"])
+        if once := [arm for arm, launches in found.items() if len(launches) == 1]:
+            which = "each engine" if len(once) == len(found) else f"the engine of {', '.join(once)}"
+            self.note(
+                f"One launch of {which}: how much launches of the same arm differ was not measured in this run."
+            )
 
     def note_what_bound(self, arms: Iterable[Arm]) -> None:
         """What limited each arm at the highest rate."""

@@ -57,7 +57,7 @@ async def measure(
     plan: Plan,
     *,
     engines: Mapping[str, Mapping[str, Any]] | None = None,
-    launch: int = 0,
+    launches: Mapping[str, int] | None = None,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
     warmed: Collection[str] = (),
@@ -66,8 +66,9 @@ async def measure(
 
     Each arm gets one warm-up request before its first cell, but for those `warmed` already. A cell that `stop`
     cut short is kept, marked aborted, and measured again by the next call. `engines` holds what to record about
-    each arm's engine with its cells, by the arm's name. Raises UserError when a server refuses a cell's first
-    requests (that cell is kept too), and when the store holds cells of another engine, trace or harness.
+    each arm's engine with its cells, by the arm's name, and `launches` which launch of it this is, from 0. Raises
+    UserError when a server refuses a cell's first requests (that cell is kept too), and when the store holds cells
+    of another engine, trace or harness.
     """
     stop = stop or asyncio.Event()
     began_s = time.monotonic()
@@ -123,7 +124,7 @@ async def measure(
             trace_sha256=trace.sha256,
             cache_salt=salt,
             engine=facts[key.arm] or None,
-            launch=launch,
+            launch=(launches or {}).get(key.arm, 0),
             prefix_cache_reset=was_reset,
             identity=identity(facts[key.arm], trace.sha256),
             client_processes=processes,

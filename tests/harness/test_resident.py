@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import cell_run, manifest, record, small_trace
 
 from harness.cli import main
 from harness.errors import UserError
@@ -16,7 +17,9 @@ from harness.fleet import gather_all
 from harness.long_context import Answer, paired_text, while_all_decode
 from harness.parity import at_fault
 from harness.resident_long import idle_text
-from harness.store import RunStore
+from harness.resident_sweep import touched
+from harness.run_folder import RunFolder
+from harness.store import Cell, CellKey, RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 SMALL = (
@@ -57,14 +60,20 @@ def test_killed_restarted_and_resumed_as_another_launch(
     aborted = read(out / "aborted" / "dcp2_q6_r0-1.json")
     assert aborted["aborted"]
     first = measured(out)
-    assert {cell[3] for cell in first} == {0} and len(first) == 6
+    assert all(launch == (arm == "dcp2") for arm, _, _, launch in first) and len(first) == 6
     assert [arm for arm, rate, *_ in first if rate == 12] == ["dcp2-stock", "dcp2", "tp2"]
     assert [arm["kv_tokens"] for arm in manifest["arms"]] == [1_048_576, 2_097_152, 2_097_152]
     assert all(arm["kv_bytes"] == 1 << 30 for arm in manifest["arms"])
     assert set(read(out / "long_context-1.json")["lone"]) == {"tp2", "dcp2", "dcp2-stock"}
     assert len(read(out / "long_context-1.json")["together"]["arms"]["dcp2"]["ttft_s"]) == 2
     assert read(out / "residency-1.json")["idle_beside"] == ["dcp2", "dcp2-stock"]
+    again = read(out / "parity-dcp2-launch2.json")
+    assert again["ok"] and [pair["pair"] for pair in again["pairs"]][2:] == [
+        "tp2 vs dcp2",
+        "tp2 vs dcp2, concurrent",
+    ]
     notes = " ".join(manifest["notes"])
+    assert "One launch of each engine" in notes  # dcp2's first launch has no cell left
     assert "a rehearsal); it was started again in" in notes and "Idle engines beside" in notes
     pairs = [pair["pair"] for pair in manifest["parity"]["pairs"]]
     others = ("dcp2", "dcp2, concurrent", "dcp2-stock", "dcp2-stock, concurrent")
@@ -72,11 +81,69 @@ def test_killed_restarted_and_resumed_as_another_launch(
 
     assert main(on_gpus(out, "--repeats", "2", "--resume")) == 0
     assert "tp2 vs dcp2-stock: 64 positions" in capsys.readouterr().err.rpartition("warm-up took")[2]
-    again = measured(out)
-    assert again[:6] == first and {cell[2:] for cell in again[6:]} == {(1, 1)} and len(again) == 12
+    both = measured(out)
+    assert both[:6] == first and len(both) == 12
+    assert all(cell[2:] == (1, 1 + (cell[0] == "dcp2")) for cell in both[6:])
+    assert "One launch" not in " ".join(read(out / "manifest.json")["notes"])
     floors = read(out / "summary.json")["noise_floor"]
     assert {floor["arm"] for floor in floors} == {"tp2", "dcp2", "dcp2-stock"}
     assert len(read(out / "manifest.json")["sessions"]) == 2
+
+
+def test_an_engine_that_comes_back_wrong_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {"wrong_prefill_kv": "stock", "right_once": str(tmp_path / "was-up")}
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps(faults))
+    out = tmp_path / "run"
+    assert main(on_gpus(out, "--kill", "dcp2-stock")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "error: dcp2-stock was left out: parity refused: prompt p0 (40 tokens), position 0"
+    )
+    assert {arm for arm, *_ in measured(out)} == {"tp2", "dcp2"} and len(measured(out)) == 4
+    manifest = read(out / "manifest.json")
+    assert manifest["parity"]["ok"] and not read(out / "parity-dcp2-stock-launch2.json")["ok"]
+    assert manifest["deaths"][0]["restart_s"] is None and manifest["left_out"].keys() == {"dcp2-stock"}
+
+
+def cell_of(name: str, began_s: float, *outcomes: str, aborted: bool = False) -> Cell:
+    """Its requests end a second after each other."""
+    records = [record(index, done_s=float(index), status=status) for index, status in enumerate(outcomes)]
+    arm, _, rate = name.partition("@")
+    return Cell(CellKey(arm, float(rate), 0), {"started_unix_s": began_s, "aborted": aborted}, records, [])
+
+
+def test_a_death_spoils_only_what_it_touched() -> None:
+    """tp2 dies at 305 s, during a cell of its own; dcp2 lives. Overload before, or cancelled, is no one's death."""
+    overload = cell_of("tp2@1", 0, "ok", "timeout", "ok", "timeout")
+    cancelled = cell_of("dcp2@1", 100, "ok", "ok", "cancelled", "cancelled")
+    timed_out = cell_of("dcp2@2", 200, "ok", "timeout", "stream_error")
+    dies = cell_of("tp2@2", 300, "ok", "ok", "cancelled", "stream_error", "http_error")
+    answers_no_more = cell_of("tp2@3", 400, "connect_error", "connect_error")
+    cut_short = cell_of("dcp2@3", 500, "ok", "cancelled", aborted=True)
+    cells = [overload, cancelled, timed_out, dies, answers_no_more, cut_short]
+    assert touched(cells, ["tp2"]) == [cell.key for cell in (dies, answers_no_more, cut_short)]
+    silent = [
+        cell_of("tp2@1", 0, "ok", "timeout"),
+        cell_of("tp2@2", 100, "ok"),
+        cell_of("tp2@3", 200, "stream_error"),
+    ]
+    assert touched(silent, ["tp2"]) == [silent[-1].key]
+    drained = cell_of("tp2@2", 300, "ok", "ok", "cancelled")
+    assert touched([overload, drained], ["tp2"]) == []
+
+
+def test_arms_of_one_launch_are_named(tmp_path: Path) -> None:
+    """tp2 was started again between its two cells."""
+    trace = small_trace()
+    run = RunFolder(RunStore.create(tmp_path / "run", manifest(trace), trace), manifest(trace))
+    for arm, rate, launch in (("tp2", 1.0, 0), ("tp2", 2.0, 1), ("dcp2", 1.0, 0)):
+        key = CellKey(arm, rate, 0)
+        run.store.write_cell(key, cell_run([0.5]), trace_sha256=trace.sha256, cache_salt="", launch=launch)
+    run.note_launches()
+    (note,) = run.manifest["notes"]
+    assert note.startswith("One launch of the engine of dcp2: how much launches")
 
 
 def test_budget_ends_the_sweep_and_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
