@@ -107,7 +107,7 @@ def test_concurrent_answers_that_differ_from_lone_ones_fail() -> None:
     refusal = result(change).refusal()
     assert refusal is not None
     assert refusal.endswith(
-        "prompt p0 (40 tokens), position 0, |Δlogprob| 0.2 > 0.05 (tp2 alone vs concurrent)"
+        "prompt p0 (40 tokens), position 0, |Δlogprob| 0.2 > 0.05 (tp2 alone vs concurrent); and 1 more"
     )
 
 
