@@ -38,6 +38,15 @@ class Geometry:
         """Symmetric memory a rank needs."""
         return self.ubatches * self.slots_bytes(world_size)
 
+    def own_memory(self, region: Region) -> torch.Tensor:
+        """This rank's memory, checked. Raises ValueError where it is too small or a part cannot be gathered."""
+        own, needed = region.peers[region.rank], self.nbytes(region.world_size)
+        if own.numel() < needed:
+            raise ValueError(f"region of {own.numel()} bytes; {needed} are needed")
+        if reason := self.objection():
+            raise ValueError(reason)
+        return own
+
 
 class PeerGather:
     """One rank's side. Every rank makes the same calls in the same order; see `kernels` for the protocol."""
@@ -47,13 +56,7 @@ class PeerGather:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
         transport: how it was allocated.
         """
-        own = region.peers[region.rank]
-        if own.numel() < geometry.nbytes(region.world_size):
-            raise ValueError(
-                f"region of {own.numel()} bytes; {geometry.nbytes(region.world_size)} are needed"
-            )
-        if reason := geometry.objection():
-            raise ValueError(reason)
+        own = geometry.own_memory(region)
         self.region, self.geometry, self.transport = region, geometry, transport
         self.rank, self.world_size = region.rank, region.world_size
         self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
@@ -155,13 +158,7 @@ class PeerProjection:
         inputs: columns of the hidden state, a multiple of 16.
         step: of them that a block takes at a time, a power of two.
         """
-        own = region.peers[region.rank]
-        if own.numel() < geometry.nbytes(region.world_size):
-            raise ValueError(
-                f"region of {own.numel()} bytes; {geometry.nbytes(region.world_size)} are needed"
-            )
-        if reason := geometry.objection():
-            raise ValueError(reason)
+        own = geometry.own_memory(region)
         self.region, self.geometry, self.inputs = region, geometry, inputs
         self.rank, self.world_size = region.rank, region.world_size
         self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
