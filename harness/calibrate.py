@@ -103,6 +103,14 @@ def uniform_trace(n: int, body_bytes: int) -> Trace:
 
 async def measure_point(server: KnownDelayServer, offered_qps: float, body_bytes: int, n: int) -> Accuracy:
     """Raises UserError where a request failed, which an idle machine does not let happen."""
+    run, stamps, salt = await run_point(server, offered_qps, body_bytes, n)
+    return accuracy_of(run, stamps, salt, offered_qps, body_bytes)
+
+
+async def run_point(
+    server: KnownDelayServer, offered_qps: float, body_bytes: int, n: int
+) -> tuple[CellRun, dict[str, dict[str, float]], str]:
+    """The cell, the server's stamps, and the salt that its request ids begin with; raises as `measure_point`."""
     trace = uniform_trace(n, body_bytes)
     salt = f"calibrate-{secrets.token_hex(4)}"
     target = Target("known-delay", server.url, "known-delay")
@@ -113,7 +121,7 @@ async def measure_point(server: KnownDelayServer, offered_qps: float, body_bytes
             f"calibration: {len(failed)} of {n} requests failed ({failed[0].status}: {failed[0].error});"
             " free the machine's cores and try again"
         )
-    return accuracy_of(run, await server.stamps(), salt, offered_qps, body_bytes)
+    return run, await server.stamps(), salt
 
 
 def accuracy_of(
@@ -125,25 +133,27 @@ def accuracy_of(
 ) -> Accuracy:
     """Pure: a cell's records held against the server's stamps."""
     seen = [stamps[f"{salt}-{record.id}"] for record in run.records]
-    reported_s = [(r.first_token_s or math.inf) - r.due_s for r in run.records]
-    true_s = [
-        stamp["token_s"] - (run.started_monotonic_s + record.due_s)
-        for stamp, record in zip(seen, run.records, strict=True)
-    ]
-    errors_ms = [1e3 * (a - b) for a, b in zip(reported_s, true_s, strict=True)]
     slips_ms = [1e3 * ((r.dispatched_s or math.inf) - r.due_s) for r in run.records]
     return Accuracy(
         offered_qps=offered_qps,
         body_bytes=body_bytes,
         n=len(run.records),
-        error_ms=error_summary(errors_ms),
-        gap_cv=gap_cv([stamp["head_s"] for stamp in seen]),
+        error_ms=error_summary(errors_ms_of(run, stamps, salt)),
+        gap_cv=gap_cv(gaps_of([stamp["head_s"] for stamp in seen])),
         slip_p99_ms=quantile(slips_ms, 99),
         cpu_ms=1e3 * run.cpu_s / len(run.records),
         encode_ms=1e3 * run.encode_s / len(run.records),
         real_time=run.real_time,
         system_ms=1e3 * run.system_s / len(run.records),
     )
+
+
+def errors_ms_of(run: CellRun, stamps: Mapping[str, Mapping[str, float]], salt: str) -> list[float]:
+    """Reported minus true TTFT of each request, in ms. Pure."""
+    return [
+        1e3 * ((r.first_token_s or math.inf) + run.started_monotonic_s - stamps[f"{salt}-{r.id}"]["token_s"])
+        for r in run.records
+    ]
 
 
 def error_summary(errors_ms: Sequence[float]) -> dict[str, float]:
@@ -154,10 +164,14 @@ def error_summary(errors_ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def gap_cv(arrivals_s: Sequence[float]) -> float:
-    """Standard deviation over mean of the gaps between arrivals."""
-    gaps = [b - a for a, b in pairwise(sorted(arrivals_s))]
-    return statistics.pstdev(gaps) / statistics.fmean(gaps)
+def gaps_of(arrivals_s: Sequence[float]) -> list[float]:
+    """Seconds between one arrival and the next."""
+    return [b - a for a, b in pairwise(sorted(arrivals_s))]
+
+
+def gap_cv(gaps_s: Sequence[float]) -> float:
+    """Coefficient of variation: standard deviation over mean."""
+    return statistics.pstdev(gaps_s) / statistics.fmean(gaps_s)
 
 
 async def brief(trace: Trace) -> dict[str, Any]:
