@@ -15,6 +15,8 @@ from kimi_k3_serve.proof import mark_used
 
 SWITCH = "KIMI_K3_VERIFY_PREFILL_KV"
 ON = os.environ.get(SWITCH, "0") == "1"
+compared = {"chunks": 0, "rows": 0}
+"""By this process so far, over all layers."""
 
 
 class PublishedRowsDiffer(RuntimeError):
@@ -57,6 +59,8 @@ def compare(
                 f"rank {context.dcp_manager.group.rank_in_group}: {name} of context chunk {chunk.index} differs from "
                 f"vLLM's in row {row} of {len(found)}; report it, and serve with KIMI_K3_PREFILL_KV=stock"
             )
+    compared["chunks"] += 1
+    compared["rows"] += chunk.num_context_tokens
     mark_used("prefill_kv_verified")
 
 
