@@ -39,12 +39,19 @@ class Variant:
 
 _PEER = ("--attention-backend", "PEER_FLASH_ATTN_MLA")
 _TENSOR = Variant(("--attention-backend", "FLASH_ATTN_MLA"), {})
+
+
+def _stock(backend: str) -> Variant:
+    return Variant(
+        ("--attention-backend", backend, "--dcp-comm-backend", "a2a"), {"KIMI_K3_PREFILL_KV": "stock"}
+    )
+
+
 _CONTEXT = {
     "": Variant(_PEER, {"KIMI_K3_PREFILL_KV": "peer"}, PEER_FEATURES, PEER_PATHS),
-    # FLASH_ATTN_MLA, which vLLM would choose, dies with a2a in vLLM 0.32.0 (vllm issue 54305).
-    "stock": Variant(
-        ("--attention-backend", "FLASHMLA", "--dcp-comm-backend", "a2a"), {"KIMI_K3_PREFILL_KV": "stock"}
-    ),
+    # The local kernel of the other arms. Without the plugin's cure it dies with a2a in vLLM 0.32.0 (vllm issue 54305).
+    "stock": _stock("FLASH_ATTN_MLA"),
+    "stock-flashmla": _stock("FLASHMLA"),
     "shard": Variant(
         _PEER,
         {"KIMI_K3_PREFILL_KV": "peer", "VLLM_KIMI_SHARD_QKV_A": "1"},
@@ -66,9 +73,10 @@ class Arm:
     def parse(cls, name: str) -> "Arm":
         """`tp2`: two ranks that all keep the whole context; `dcp2`: two ranks that share it.
 
-        On GPUs `dcp2-stock` is vLLM's own DCP, and `dcp2-shard` is dcp2 with sharded latent projections.
+        On GPUs `dcp2-stock` is vLLM's own DCP with the local kernel of the others, `dcp2-stock-flashmla` with
+        FLASHMLA's, which needs no cure, and `dcp2-shard` is dcp2 with sharded latent projections.
         """
-        match = re.fullmatch(r"(tp|dcp)([1-9][0-9]?)(?:-(stock|shard))?", name)
+        match = re.fullmatch(r"(tp|dcp)([1-9][0-9]?)(?:-(stock|stock-flashmla|shard))?", name)
         if not match or (match[1] == "tp" and match[3]):
             raise UserError(f"arm {name!r} is not known; use tpN or dcpN, for example tp2 or dcp2")
         kind, ranks = match[1], int(match[2])

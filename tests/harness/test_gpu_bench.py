@@ -81,7 +81,9 @@ def test_resident_plan_names_every_engine_and_cell(host: tuple[int, Path], tmp_p
     assert all(f"--profile slice-h200-{count} " in start for start in starts)
     assert "FLASH_ATTN_MLA" in starts[0] and "KIMI_K3" not in starts[0]
     assert "KIMI_K3_PREFILL_KV=peer" in starts[1] and starts[1].endswith("PEER_FLASH_ATTN_MLA")
-    assert "KIMI_K3_PREFILL_KV=stock" in starts[2] and starts[2].endswith("FLASHMLA --dcp-comm-backend a2a")
+    assert "KIMI_K3_PREFILL_KV=stock" in starts[2] and starts[2].endswith(
+        " FLASH_ATTN_MLA --dcp-comm-backend a2a"
+    )
     assert len({start[start.index("--kv-cache-memory-bytes") :].split()[1] for start in starts}) == 1
     assert done.stdout.count("  cell ") == 2 * len(arms)
     assert "60000-180000 prompt tokens" in done.stdout and "tolerance 0.3 nats" in done.stdout
@@ -158,6 +160,10 @@ def test_variants_of_an_arm() -> None:
     stock, ours = Arm.parse("dcp8-stock"), Arm.parse("dcp8")
     assert stock.topology == ours.topology and stock.topology_name == "dcp8"
     assert not stock.variant.paths and "prefill_kv_peer" in ours.variant.paths
+    assert "FLASH_ATTN_MLA" in stock.variant.extra
+    other = Arm.parse("dcp2-stock-flashmla")
+    assert other.topology_name == "dcp2" and other.variant.extra[:2] == ("--attention-backend", "FLASHMLA")
+    assert other.variant.environment == stock.variant.environment
     assert set(Arm.parse("dcp2-shard").variant.features) - set(ours.variant.features) == {
         "sharded_projections"
     }
