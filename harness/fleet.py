@@ -18,6 +18,9 @@ from harness.run_folder import RunFolder
 from harness.serving import HOST, Serving, kv_tokens_of
 from harness.steps import Steps
 
+ANSWERS_WITHIN_S = 60.0
+"""A live engine that does not answer /health in so long hangs; one that is only busy does."""
+
 
 class GivenUpError(UserError):
     """Not a fault of its own."""
@@ -67,8 +70,7 @@ class Fleet:
                 failed[arm.name] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
-        if not self.serving.gpu:
-            self.folder.require_equal_bytes()
+        self.folder.require_equal_bytes()
         return dict(sorted(failed.items(), key=lambda item: isinstance(item[1], GivenUpError)))
 
     async def _start_one(self, arm: Arm, port: int) -> None:
@@ -93,11 +95,8 @@ class Fleet:
             entry = folder.arm(arm.name)
             entry["starts"] = entry.get("starts", self._session) + 1
             folder.record_engine(arm, engine, argv, engine.proofs, log)
-            if (
-                serving.gpu
-            ):  # the engine core knows, not its workers, which count whole blocks of what all are given
-                capacity = {"kv_tokens": kv_tokens_of(engine.log_path), "kv_bytes": serving.kv_bytes}
-                folder.arm(arm.name).update(capacity)
+            if serving.gpu:  # the engine core knows, not its workers (gpu_worker.py)
+                folder.arm(arm.name)["kv_tokens"] = kv_tokens_of(engine.log_path)
                 folder.save()
             arm.require_proof(engine.proofs, gpu=serving.gpu)
             model = await engine.guard(ask_model(engine.url, None), "starting")
@@ -157,11 +156,13 @@ class Fleet:
                 task.cancel()
 
     async def dead(self, suspects: Collection[str] = ()) -> list[str]:
-        """Arms whose engine has ended; of `suspects` also those that end soon or do not answer any more."""
+        """Arms whose engine has ended; of `suspects` also those that end soon, and those that hang."""
         found = [name for name, engine in self.engines.items() if not engine.alive()]
         for name in suspects:
             engine = self.engines[name]
-            if name not in found and (await engine.dying() or not await healthy(engine.url)):
+            if name not in found and (
+                await engine.dying() or not await healthy(engine.url, ANSWERS_WITHIN_S)
+            ):
                 found.append(name)
         return found
 

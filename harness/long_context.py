@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 
 from harness.errors import UserError
 from harness.load import Target
@@ -47,22 +48,39 @@ class Answer:
         return [after - before for before, after in pairwise(inside)]
 
 
-async def stream(client: aiohttp.ClientSession, target: Target, prompt: Sequence[int], tokens: int) -> Answer:
-    """A streamed answer of `tokens` tokens. Raises UserError where it does not come."""
+@dataclass(frozen=True)
+class Question:
+    """A request whose body is ready, so that no time goes into encoding it."""
+
+    target: Target
+    prompt_tokens: int
+    answer_tokens: int
+    body: bytes
+
+
+def question(target: Target, prompt: Sequence[int], answer_tokens: int) -> Question:
+    """Asks for exactly so many tokens, under a salt of its own."""
     body = {
         "model": target.model,
         "prompt": list(prompt),
-        "max_tokens": tokens,
+        "max_tokens": answer_tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "cache_salt": secrets.token_hex(8),
     }
+    return Question(target, len(prompt), answer_tokens, orjson.dumps(body))
+
+
+async def stream(client: aiohttp.ClientSession, asked: Question) -> Answer:
+    """The streamed answer. Raises UserError where it does not come."""
+    name = asked.target.name
     arrived: list[float] = []
+    url, headers = f"{asked.target.base_url}/v1/completions", {"Content-Type": "application/json"}
     began = time.monotonic()
     try:
-        async with client.post(f"{target.base_url}/v1/completions", json=body) as response:
+        async with client.post(url, data=asked.body, headers=headers) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -71,10 +89,12 @@ async def stream(client: aiohttp.ClientSession, target: Target, prompt: Sequence
                         arrived.append(time.monotonic())
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise UserError(
-            f"arm {target.name}: no answer to a prompt of {len(prompt)} tokens ({error}); see the engine's log"
+            f"arm {name}: no answer to a prompt of {asked.prompt_tokens} tokens ({error}); see the engine's log"
         ) from error
     if len(arrived) < 2:
-        raise UserError(f"arm {target.name}: {len(arrived)} tokens instead of {tokens}; see the engine's log")
+        raise UserError(
+            f"arm {name}: {len(arrived)} tokens instead of {asked.answer_tokens}; see the engine's log"
+        )
     return Answer(began, tuple(arrived))
 
 
@@ -97,7 +117,7 @@ async def lone(
         for index, prompt in enumerate(asked):
             for target in reversed(targets) if index % 2 else targets:
                 progress(f"{target.name}: prompt {index + 1}/{len(asked)} of {len(prompt)} tokens alone")
-                answer = await stream(client, target, prompt, LONE_TOKENS)
+                answer = await stream(client, question(target, prompt, LONE_TOKENS))
                 found[target.name]["ttft_s"].append(answer.ttft_s)
                 found[target.name]["tpot_ms"].append(median(answer.gaps_s()) * 1e3)
     return found
@@ -110,10 +130,9 @@ async def together(target: Target, asked: Sequence[Sequence[int]], chunk_tokens:
     decode a token: answers are long enough for the first to go on when the last has begun.
     """
     steps = sum(math.ceil(len(prompt) / chunk_tokens) for prompt in asked[1:])
+    questions = [question(target, prompt, steps + TOGETHER_TOKENS) for prompt in asked]
     async with session() as client:
-        answers = await asyncio.gather(
-            *(stream(client, target, prompt, steps + TOGETHER_TOKENS) for prompt in asked)
-        )
+        answers = await asyncio.gather(*(stream(client, each) for each in questions))
     return {"ttft_s": [answer.ttft_s for answer in answers], **while_all_decode(answers)}
 
 

@@ -159,7 +159,7 @@ class PairRun:
 
         manifest = self._run.manifest
         answers = kept_answers(self._run.path, manifest) if options.resume else {}
-        told = False
+        told = calibrated = False
         for arm, launch in launch_order(options.arms, options.launches):
             if answers.keys() >= {arm.name} and self._is_measured(arm, launch):
                 continue
@@ -182,10 +182,12 @@ class PairRun:
                 if not manifest["frozen"]:
                     with step(f"{name} baseline"):
                         await self._baseline(engine, target, options.trace(options.seed + 1, vocab_size))
-                if "client_calibration" not in manifest:
+                if not calibrated:
+                    calibrated = True
                     with step("calibration"):
-                        manifest["client_calibration"] = await brief(trace)
-                        self.steps.say(f"  {error_bar(manifest['client_calibration'])}")
+                        point = await brief(trace)
+                        self._run.keep_calibration(point)
+                        self.steps.say(f"  {error_bar(point)}")
                 if not told:
                     told = True
                     whole = Plan(

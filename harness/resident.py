@@ -41,7 +41,6 @@ from harness.steps import Steps
 from harness.store import RunStore, write_json
 from harness.trace import Trace
 
-WARM_UP_SHARE = 6
 WARM_UP_TOKENS = 4
 TIME_WAS_UP = "Not every cell was measured: the time was up; go on with --resume."
 
@@ -96,6 +95,7 @@ class ResidentRun:
         self._task: asyncio.Task[None] | None = None
         self._asked: _Asked | None = None
         self._answers: dict[str, parity.ArmAnswers] = {}
+        self._longest = 0
 
     @property
     def store(self) -> RunStore | None:
@@ -123,6 +123,7 @@ class ResidentRun:
         with step("trace"):
             trace = options.trace(options.seed, resident.vocab_size, resident.arrivals)
             self._folder = self._open(trace)
+            self._longest = max(request.prompt_tokens for request in trace.requests)
         with Fleet(resident.serving, self._run, self.steps, self._session) as fleet:
             with step("start"):
                 self._leave_out(fleet, await fleet.start(options.arms))
@@ -146,10 +147,10 @@ class ResidentRun:
             if not self._run.manifest["frozen"]:
                 with step("baseline"):
                     await self._baseline(fleet)
-            if "client_calibration" not in self._run.manifest:
-                with step("calibration"):
-                    self._run.manifest["client_calibration"] = await brief(trace)
-                    self.steps.say(f"  {error_bar(self._run.manifest['client_calibration'])}")
+            with step("calibration"):
+                point = await brief(trace)
+                self._run.keep_calibration(point)
+                self.steps.say(f"  {error_bar(point)}")
             with step("sweep"):
                 await self._sweep(fleet, trace)
             if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > prompts.idle_cost_s():
@@ -235,16 +236,23 @@ class ResidentRun:
     # Steps
 
     async def _warm_up(self, fleet: Fleet, names: list[str]) -> dict[str, UserError]:
-        """Compiles kernels: no timed request is an engine's first. Returns why some did not answer, by arm."""
-        longest = self.resident.context_tokens // WARM_UP_SHARE
-        (prompt,) = long_context.prompts(self.options.seed + 1, 1, longest, self.resident.vocab_size)
+        """Compiles kernels: no timed request is an engine's first, nor the first so long.
+
+        Returns why some did not answer, by arm.
+        """
+        resident = self.resident
+        longest = max(
+            self._longest, resident.context_tokens if resident.lone_prompts or resident.contexts else 0
+        )
+        (prompt,) = long_context.prompts(self.options.seed + 1, 1, longest, resident.vocab_size)
 
         async def ask(target: Target) -> None:
             if target.name in names:
                 async with long_context.session() as session:
-                    await long_context.stream(session, target, prompt, WARM_UP_TOKENS)
+                    asked = long_context.question(target, prompt, WARM_UP_TOKENS)
+                    await long_context.stream(session, asked)
 
-        together = self.resident.warm_up_together
+        together = resident.warm_up_together
         _, failed = await fleet.ask_each(ask, "answering its first request", together=together)
         return failed
 

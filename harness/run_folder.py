@@ -99,6 +99,13 @@ class RunFolder:
         if text not in self.manifest["notes"]:
             self.manifest["notes"].append(text)
 
+    def keep_calibration(self, point: Mapping[str, Any]) -> None:
+        """The client's own error (`calibrate.brief`) before the cells of one command: the worst is the run's."""
+        points = self.manifest.setdefault("client_calibrations", [])
+        points.append(dict(point))
+        self.manifest["client_calibration"] = max(points, key=lambda each: each["error_ms"]["p95"])
+        self.save()
+
     # Engines
 
     def record_engine(
@@ -129,8 +136,15 @@ class RunFolder:
         return {arm["name"]: arm.get("starts", 1) - 1 for arm in self.manifest["arms"]}
 
     def require_equal_bytes(self) -> None:
+        """Of the KV caches that the engines' proofs state, to within a block: of those a cache holds whole ones."""
         known = {arm["name"]: arm["kv_bytes"] for arm in self.manifest["arms"] if arm["kv_bytes"] is not None}
-        if len(set(known.values())) > 1:
+        blocks = [
+            rank["kv_bytes"] / rank["kv_blocks"]
+            for arm in self.manifest["arms"]
+            for rank in (arm["engine"] or {}).get("ranks", ())
+            if rank.get("kv_blocks")
+        ]
+        if max(known.values(), default=0) - min(known.values(), default=0) > max(blocks, default=0):
             sizes = ", ".join(f"{name} {size:,}" for name, size in known.items())
             raise UserError(f"the arms' KV caches differ in bytes ({sizes}); compare them at equal bytes")
 

@@ -245,10 +245,10 @@ async def _until_ready(
         await asyncio.sleep(POLL_S)
 
 
-async def healthy(url: str) -> bool:
+async def healthy(url: str, within_s: float = 3.0) -> bool:
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3.0)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=within_s)) as session,
             session.get(f"{url}/health") as response,
         ):
             return response.status == 200

@@ -5,20 +5,26 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from aiohttp import web
 from builders import cell_run, manifest, record, small_trace
 
 from harness.cli import main
+from harness.engines.process import Engine, free_port
 from harness.errors import UserError
-from harness.fleet import gather_all
-from harness.long_context import Answer, paired_text, while_all_decode
+from harness.fleet import Fleet, gather_all
+from harness.load import Target
+from harness.long_context import Answer, paired_text, question, session, stream, while_all_decode
 from harness.parity import at_fault
 from harness.resident_long import idle_text
 from harness.resident_sweep import touched
 from harness.run_folder import RunFolder
+from harness.serving import on_cpu
+from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -275,3 +281,104 @@ def test_boundaries_are_bisected_on_a_grid_that_both_arms_share(
     assert events[-1]["event"] == "done" and events[-1]["cells"] == 6
     cells = measured(out)
     assert {(arm, rate) for arm, rate, *_ in cells[4:]} == {("tp2", 29.0), ("dcp2", 29.0)}
+
+
+@dataclass
+class Alive:
+    """An engine whose process lives on, and does not end while it is watched."""
+
+    url: str
+
+    def alive(self) -> bool:
+        return True
+
+    async def dying(self) -> bool:
+        return False
+
+
+async def test_an_engine_that_is_only_slow_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a probe's usual 3 s, as beside many long prompts; one that fails or never answers is dead."""
+
+    async def health(request: web.Request) -> web.Response:
+        await asyncio.sleep(float(request.match_info["after_s"]))
+        return web.Response(status=int(request.match_info["status"]))
+
+    app = web.Application()
+    app.router.add_get("/{status}/{after_s}/health", health)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        trace = small_trace()
+        folder = RunFolder(RunStore.create(tmp_path / "run", manifest(trace), trace), manifest(trace))
+        fleet = Fleet(on_cpu(("p",), tmp_path, 1, 9), folder, Steps(sys.stderr), 0)
+        fleet.engines = {
+            name: cast(Engine, Alive(f"http://127.0.0.1:{port}/{name}"))
+            for name in ("200/3.2", "503/0", "200/60")
+        }
+        monkeypatch.setattr("harness.fleet.ANSWERS_WITHIN_S", 5.0)
+        assert await fleet.dead() == []
+        assert await fleet.dead(list(fleet.engines)) == ["503/0", "200/60"]
+    finally:
+        await runner.cleanup()
+
+
+def test_equal_bytes_are_read_from_proofs(tmp_path: Path) -> None:
+    """Whole blocks: 10 of 10 bytes are as many as 9 of 11, and more than 9 of 10 by no more than a block."""
+    trace = small_trace()
+    run = RunFolder(RunStore.create(tmp_path / "run", manifest(trace), trace), manifest(trace))
+
+    def proves(arm: str, kv_blocks: int, block_bytes: int) -> None:
+        rank = {"kv_blocks": kv_blocks, "kv_bytes": kv_blocks * block_bytes}
+        run.arm(arm).update(kv_bytes=rank["kv_bytes"], engine={"ranks": [rank]})
+
+    proves("tp2", 10, 10)
+    run.require_equal_bytes()
+    proves("dcp2", 9, 11)
+    run.require_equal_bytes()
+    proves("dcp2", 8, 11)
+    with pytest.raises(UserError, match="differ in bytes"):
+        run.require_equal_bytes()
+
+
+def test_each_command_calibrates_and_the_worst_is_the_runs(tmp_path: Path) -> None:
+    trace = small_trace()
+    run = RunFolder(RunStore.create(tmp_path / "run", manifest(trace), trace), manifest(trace))
+    points = [{"error_ms": {"p95": p95}} for p95 in (0.2, 0.5, 0.1)]
+    for point in points:
+        run.keep_calibration(point)
+    kept = read(tmp_path / "run" / "manifest.json")
+    assert kept["client_calibration"] == points[1] and kept["client_calibrations"] == points
+
+
+async def test_no_time_goes_into_encoding_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock starts behind it: an encoder that takes half a second does not lengthen TTFT."""
+
+    async def answers(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        assert asked["max_tokens"] == 2 and asked["ignore_eos"] and len(asked["prompt"]) == 9
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for count in (1, 2):
+            await response.write(b'data: {"usage": {"completion_tokens": %d}}\n\n' % count)
+        return response
+
+    def slow(body: object) -> bytes:
+        time.sleep(0.5)
+        return json.dumps(body).encode()
+
+    monkeypatch.setattr("harness.long_context.orjson.dumps", slow)
+    app = web.Application()
+    app.router.add_post("/v1/completions", answers)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        asked = question(Target("tp2", f"http://127.0.0.1:{port}", "m"), [7] * 9, 2)
+        async with session() as client:
+            answer = await stream(client, asked)
+        assert len(answer.token_s) == 2 and answer.ttft_s < 0.4
+    finally:
+        await runner.cleanup()
