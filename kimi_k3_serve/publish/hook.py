@@ -2,8 +2,9 @@
 """The one method of vLLM that the publication replaces, and where its publisher is made.
 
 `MLACommonBaseImpl._context_parallel_compute_prefill_context` serves the shared MLA layers, dense and sparse, and
-Kimi-K3's own layer, which passes its key concatenation. The publisher is made when the first metadata builder is:
-then every rank is there, the workspace's size is known, and a refusal still stops the start.
+Kimi-K3's own layer, which passes its key concatenation. A sparse layer takes it for prompts no longer than its top-k;
+what is longer attends to the chosen rows alone and gathers no context. The publisher is made when the first metadata
+builder is: then every rank is there, the workspace's size is known, and a refusal still stops the start.
 """
 
 import functools
@@ -33,12 +34,12 @@ def install(device_type: str) -> None:
     Raises:
         PrefillKVError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do, or the time-out is no time.
     """
-    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 
     asked(device_type)
     timeout_s()
     verify.asked()
-    impl, builder = mla_attention.MLACommonBaseImpl, mla_attention.MLACommonMetadataBuilder
+    impl = mla_attention.MLACommonBaseImpl
     stock = impl._context_parallel_compute_prefill_context
     if getattr(stock, "publishes", False):
         return
@@ -47,7 +48,11 @@ def install(device_type: str) -> None:
         impl._context_parallel_compute_prefill_context = timing.timed(
             impl._context_parallel_compute_prefill_context, folder
         )
-    builder.__init__ = choosing(builder.__init__)
+    for builder in (
+        mla_attention.MLACommonMetadataBuilder,
+        sparse_mla_attention.SparseMLACommonMetadataBuilder,
+    ):
+        builder.__init__ = choosing(builder.__init__)
 
 
 def state() -> dict[str, str] | None:
@@ -58,12 +63,12 @@ def state() -> dict[str, str] | None:
 
 
 def choosing(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `MLACommonMetadataBuilder.__init__`: its gathering manager also holds the choice, as `prefill_kv`."""
+    """Wrap a metadata builder's `__init__`: its gathering manager also holds the choice, as `prefill_kv`."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if self.dcp_world_size > 1:
+        if self.dcp_world_size > 1 and self._prefill_backend is not None:
             choice = self.dcp_manager.prefill_kv = choice_for(self)
             if choice.source is None and verify.ON:
                 logger.warning(

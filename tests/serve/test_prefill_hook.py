@@ -3,16 +3,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kimi_k3_serve.publish import choice, verify
+from kimi_k3_serve.publish import choice, hook, verify
 from kimi_k3_serve.publish.choice import PrefillKVError
 
 
 def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
-    """Through every transport of the CPU; and the check of a running engine finds one wrong bit."""
+    """Through every transport of the CPU, with scaled e4m3 and in a sparse layer; and the check of a running engine
+    finds one wrong bit."""
     cases = ["2:auto:fp32", "4:shared:bf16", "2:collective:bf16", "2:stock:fp32", "2:verify:bf16"]
+    cases += ["4:auto:fp8", "2:collective:fp8", "2:auto:fp8-queries", "2:verify:fp8", "2:auto:sparse"]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("prefill_ranks.py")), *cases],
         capture_output=True,
@@ -21,6 +24,17 @@ def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert [line for line in done.stdout.splitlines() if line in cases] == cases, done.stderr[-3000:]
+
+
+def test_a_layer_that_gathers_no_context_has_no_publisher() -> None:
+    """A sparse one whose backend has no dense prefill."""
+
+    class Builder:
+        def __init__(self) -> None:
+            self.dcp_world_size, self._prefill_backend, self.dcp_manager = 2, None, SimpleNamespace()
+
+    Builder.__init__ = hook.choosing(Builder.__init__)  # type: ignore[method-assign]
+    assert not vars(Builder().dcp_manager)
 
 
 @pytest.mark.parametrize(
