@@ -89,7 +89,7 @@ async def bare_sockets(url: str, offered_qps: float, body_bytes: int, n: int, pr
     parts = urlsplit(url)
     target, body = Target("bare", url, "known-delay"), "x" * body_bytes
     messages = [
-        encode_message(target, Request(f"{index:04d}", 0, "default", 0.0, TOKENS, (), body), prefix)
+        b"".join(encode_message(target, Request(f"{index:04d}", 0, "default", 0.0, TOKENS, (), body), prefix))
         for index in range(n)
     ]
     sent_s, first_s = [0.0] * n, [0.0] * n

@@ -22,6 +22,7 @@ from harness.answer import (
     one_line,
 )
 from harness.connection import Connection, Connector, Standby
+from harness.outbox import Message
 from harness.trace import Request
 
 __all__ = [
@@ -136,8 +137,8 @@ def encode_body(target: Target, request: Request, cache_salt: str) -> bytes:
     return orjson.dumps(body)
 
 
-def encode_message(target: Target, request: Request, cache_salt: str) -> bytes:
-    """The whole HTTP request, to be written in one piece."""
+def encode_message(target: Target, request: Request, cache_salt: str) -> tuple[bytes, bytes]:
+    """Head and body of the whole HTTP request, to be sent in one piece."""
     body = encode_body(target, request, cache_salt)
     parts = urlsplit(target.base_url)
     fields = {
@@ -155,7 +156,7 @@ def encode_message(target: Target, request: Request, cache_salt: str) -> bytes:
     what = "completions" if request.messages is None else "chat/completions"
     lines = [f"POST {parts.path}/v1/{what} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in fields.items()]
-    return "\r\n".join((*lines, "", "")).encode("latin-1") + body
+    return "\r\n".join((*lines, "", "")).encode("latin-1"), body
 
 
 async def send(
@@ -163,7 +164,7 @@ async def send(
     standby: Standby,
     target: Target,
     request: Request,
-    message: bytes,
+    message: Message,
     due_s: float,
     timeouts: Timeouts,
     clock: Callable[[], float],

@@ -23,6 +23,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from harness.outbox import Message
+
 REOPEN_S = 0.02
 """Pause before a connection that the server closed while it was idle is opened again."""
 
@@ -55,12 +57,15 @@ class Connection(asyncio.Protocol):
         """It stands, and no end of it waits in the socket for the event loop to notice."""
         return not (self.lost.done() or self._spoke or self._poll.poll(0))
 
-    def send(self, message: bytes, answer: Answer) -> None:
-        """Write the request at once; `answer` hears of everything that follows."""
+    def send(self, message: Message, answer: Answer) -> None:
+        """Send the request at once; `answer` hears of everything that follows."""
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
-        self._transport.write(message)
+        encrypted = self._transport.get_extra_info("sslcontext") is not None
+        rest = message.read(message.start) if encrypted else message.send_on(self._socket)
+        if rest:
+            self._transport.write(rest)
         if not self._full:
             answer.on_sent(self._clock())
 
@@ -77,7 +82,8 @@ class Connection(asyncio.Protocol):
         # resume_writing() then tells when the last byte has left for the socket.
         transport.set_write_buffer_limits(high=0)
         self._poll = select.poll()
-        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        self._socket: int = transport.get_extra_info("socket").fileno()
+        self._poll.register(self._socket, select.POLLIN)
         self.opened_s = self._clock()
 
     def pause_writing(self) -> None:

@@ -32,6 +32,7 @@ from harness.client import (
     send,
 )
 from harness.connection import Connector, Standby
+from harness.outbox import Outbox
 from harness.schedule import due_times
 from harness.trace import Request, Trace
 
@@ -114,8 +115,8 @@ async def run_cell(
     Ends when every request has ended, or at the drain limit (what is left is cancelled), or early (`aborted`)
     when `stop` is set or the server refuses the first requests outright (see `refusal`).
     """
-    encode_s = -time.process_time()
-    messages = [encode_message(target, request, spec.cache_salt) for request in trace.requests]
+    encode_s, outbox = -time.process_time(), Outbox()
+    messages = [outbox.add(*encode_message(target, request, spec.cache_salt)) for request in trace.requests]
     encode_s += time.process_time()
     due = due_times(trace, spec.offered_qps)
     stop = stop or asyncio.Event()
@@ -128,7 +129,7 @@ async def run_cell(
         if refusal([task.result() for task in sends[:3] if _returned(task)], of=len(due)):
             refused.set()
 
-    with _quiet_collector(), real_time_priority() as real_time:
+    with outbox, _quiet_collector(), real_time_priority() as real_time:
         start = math.inf
 
         def clock() -> float:
