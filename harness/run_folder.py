@@ -243,7 +243,7 @@ class RunFolder:
         if self.manifest["rates"]:
             rate = max(self.manifest["rates"])
             for cell in self._cells([CellKey(arm.name, rate, 0) for arm in arms]):
-                self.note(what_bound(cell.key.arm, rate, cell.samples))
+                self.note(what_bound(cell.key.arm, rate, cell.samples, cell.records))
 
     def _cells(self, keys: Iterable[CellKey]) -> list[Cell]:
         """Those of the cells that there are, in the order of `keys`."""

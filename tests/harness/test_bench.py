@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import record as request
 
 from harness.arms import Arm
 from harness.baseline import Baseline, spread
@@ -317,6 +318,29 @@ def test_unloaded_requests_cover_the_lengths() -> None:
 def test_note_on_what_bound(seen: list[tuple[float | None, float | None]], verdict: str) -> None:
     samples = [{"kv_usage": usage, "waiting_capacity": waiting} for usage, waiting in seen]
     assert verdict in what_bound("tp2", 2.4, samples)
+
+
+@pytest.mark.parametrize(
+    ("t_s", "running", "bound"),
+    [
+        (3.0, 1, "KV capacity bound it (in 1 of 1"),  # the first decodes alone, and the others wait
+        (1.0, 1, "computation, not"),  # the first is being prefilled
+        (3.0, 2, "computation, not"),  # beside it another one is
+        (3.0, 0, "computation, not"),
+        (9.0, 1, "computation, not"),  # the first has ended: what runs is being prefilled
+    ],
+)
+def test_a_request_that_waits_while_nothing_is_prefilled_waits_for_capacity(
+    t_s: float, running: int, bound: str
+) -> None:
+    """The first of three answers from 2 to 8 s; the cache is half full, and one more prompt does not fit."""
+    records = [
+        request(0, 2.0, due_s=0.0, done_s=8.0),
+        request(1, None, due_s=0.5, done_s=None),
+        request(2, None, due_s=0.6, done_s=None),
+    ]
+    sample = {"t_s": t_s, "running": running, "kv_usage": 0.5, "waiting_capacity": 3 - running}
+    assert bound in what_bound("tp2", 0.25, [sample], records)
 
 
 def test_launches_alternate() -> None:
