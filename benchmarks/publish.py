@@ -8,7 +8,7 @@ For each chunk and KV dtype the time of one call, the median of --repeats over -
 rank, microseconds:
 
     stock      gather padded rows from the paged cache (fp8: scaled to bfloat16), all-gather, cut and concatenate
-    nccl       the collective fallback: all-gather of the cached bytes, one indexed copy a plane (fp8: and scaled)
+    nccl       the collective fallback: all-gather of the cached bytes, one launch before it and one after (fp8: scaled)
     peer       the publication: publish and wait (fp8: and scale)
     floor      a contiguous copy of this rank's rows to each other rank (W = 1: to itself), no rendezvous
 
@@ -148,7 +148,7 @@ class Ranks:
             else allocate("peer", layout.nbytes, group, device, host_group=host_group)
         )
         self.publisher = Publisher(self.region, layout, dtype, transport="peer", implementation="triton")
-        self.collective = Collective(group, dtype, LATENT)
+        self.collective = Collective(group, dtype, LATENT, implementation="triton")
         others = [peer for i, peer in enumerate(self.region.peers) if i != rank] or list(self.region.peers)
         # Slot 1's planes behind its signals, whose rows nobody compares again.
         begin = layout.slot_offset(0, 1) + layout.kv_c_offset

@@ -129,9 +129,12 @@ def select(
     if transport is None and value in PREFERENCE:
         raise PrefillKVError(f"{SWITCH}={value} cannot work here: {reasons[value]}; use {SWITCH}=auto")
 
+    implementation = "torch" if device.type == "cpu" else "triton"
     passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if transport is None:
-        source: PrefillKV = Collective(device_group, dtype, latent, model_dtype)
+        source: PrefillKV = Collective(
+            device_group, dtype, latent, model_dtype, implementation=implementation
+        )
         return choice("collective", passed_over or f"{SWITCH}=collective", source)
     layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)
     region = allocate(transport, layout.nbytes, device_group, device, host_group=host_group)
@@ -140,7 +143,7 @@ def select(
         layout,
         dtype,
         transport=transport,
-        implementation="torch" if device.type == "cpu" else "triton",
+        implementation=implementation,
         timeout_s=timeout_s(),
         model_dtype=model_dtype,
     )

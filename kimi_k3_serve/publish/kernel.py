@@ -352,11 +352,3 @@ def scale_kernel(
         rows = tl.load(tiles + 2 * tile + 1) - begin
         scale_run(slot + KV_C_OFFSET, kv_c_out, begin, rows, factor, LATENT, ROWS, OUT)
         scale_run(slot + K_PE_OFFSET, k_pe_out, begin, rows, factor, ROPE, ROWS, OUT)
-
-
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["scale_ptr"])
-def dequantise_kernel(raw_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """A whole plane of e4m3 bytes (uint8), for the collective fallback."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    raw = tl.load(raw_ptr + index, mask=index < size, other=0)
-    tl.store(out_ptr + index, scaled(raw, tl.load(scale_ptr), out_ptr.dtype.element_ty), mask=index < size)

@@ -188,21 +188,3 @@ def objection(dtype: torch.dtype, latent_bytes: int, rope_bytes: int) -> str | N
                 f"of at least {ROW_ALIGNMENT}"
             )
     return None
-
-
-def dequantise(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 planes -> model dtype: float32(raw) * scale, rounded once, bit for bit what stock's gather yields."""
-    if kv_c.device.type != "cuda":
-        return (kv_c.float() * scale).to(dtype), (k_pe.float() * scale).to(dtype)
-    from kimi_k3_serve.publish.kernel import dequantise_kernel
-
-    block = 4096
-    answers = []
-    for plane in (kv_c, k_pe):
-        out = torch.empty(plane.shape, dtype=dtype, device=plane.device)
-        raw = plane.view(torch.uint8)
-        dequantise_kernel[(-(-raw.numel() // block),)](raw, scale, out, raw.numel(), BLOCK=block)
-        answers.append(out)
-    return answers[0], answers[1]

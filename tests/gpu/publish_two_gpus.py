@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from publish_stock import Inputs, Stock
 from publish_world import LATENT, ROPE
 
+from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
-from kimi_k3_serve.publish.publisher import Publisher
+from kimi_k3_serve.publish.publisher import PrefillKV, Publisher
 from kimi_k3_serve.symmetric import allocate
 
 CAPACITY = 65536
@@ -81,7 +82,7 @@ class World:
         dist.all_reduce(self.one)
 
 
-def gather(source: Publisher, inputs: Inputs, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(source: PrefillKV, inputs: Inputs, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     scale = inputs.scale if inputs.quantised else None
     return source.gather(inputs.cache, inputs.table, inputs.chunk, slot=slot, scale=scale)
 
@@ -95,17 +96,18 @@ def differing(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...])
 
 
 def rows_are_stocks(world: World) -> dict[str, Any]:
-    """bf16, fp16 and fp8 of several scales and model dtypes, chunks of 1 row to a full workspace."""
+    """bf16, fp16 and fp8 of several scales and model dtypes, chunks of 1 row to a full workspace; the fallback's too."""
     wrong, rows = torch.zeros((), dtype=torch.int64, device=world.device), 0
     for dtype, model_dtype, scale in KINDS:
         source = world.publisher(dtype, model_dtype)
+        fallback = Collective(dist.group.WORLD, dtype, LATENT, model_dtype, implementation="triton")
         for index, (contexts, starts) in enumerate(CHUNKS):
             inputs = world.inputs(
                 contexts, dtype, seed=index, starts=starts, scale=scale, model_dtype=model_dtype
             )
             wanted = world.stock(inputs)
-            found = gather(source, inputs, index % SLOTS)
-            wrong += differing(found, wanted)
+            for way in (source, fallback):
+                wrong += differing(gather(way, inputs, index % SLOTS), wanted)
             if inputs.quantised:  # and the planes hold the cached bytes
                 planes = source.valid(inputs.chunk, index % SLOTS, 0)
                 wrong += differing(tuple((p.float() * inputs.scale).to(model_dtype) for p in planes), wanted)

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from publish_world import LATENT, ROPE, PagedWorld
 
+from kimi_k3_serve.publish.collective_kernel import unpack_kernel
 from kimi_k3_serve.publish.layout import SLOTS, Layout
-from kimi_k3_serve.publish.publisher import Publisher, dequantise
+from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.publish.ranks import Scaled
 from kimi_k3_serve.symmetric.region import LocalRegion
 
@@ -323,12 +325,20 @@ def test_soak() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantise_all_bytes(dtype: torch.dtype) -> None:
-    raw = torch.arange(256, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn).repeat(64).view(-1, 64)
+def test_the_fallback_scales_all_bytes(dtype: torch.dtype) -> None:
+    raw = torch.arange(256, dtype=torch.uint8, device=CUDA).repeat(64).view(-1, 64)
+    rows = raw.view(torch.float8_e4m3fn)
+    order = torch.arange(len(raw), dtype=torch.int32, device=CUDA)
     for value in (1.0, 0.3717, 1e-3, 37.5):
         scale = torch.tensor([value], device=CUDA)
-        found, _ = dequantise(raw, raw, scale, dtype)
-        wanted = (raw.float() * scale).to(dtype)
+        kv_c, k_pe = (torch.empty(len(raw), width, dtype=dtype, device=CUDA) for width in (48, 16))
+        addresses = [tensor.data_ptr() for tensor in (scale, kv_c, k_pe)]
+        unpack_kernel[(-(-len(raw) // 8),)](
+            raw.data_ptr(), order.data_ptr(), len(raw), *addresses,
+            LATENT=48, ROPE=16, LATENT_PADDED=64, ROPE_PADDED=16, WORD=tl.uint8,
+            OUT=getattr(tl, str(dtype).removeprefix("torch.")), SCALED=True, ROWS=8,
+        )  # fmt: skip
+        found, wanted = torch.cat([kv_c, k_pe], dim=1), (rows.float() * scale).to(dtype)
         same = (found.view(torch.int16) == wanted.view(torch.int16)) | (found.isnan() & wanted.isnan())
         assert bool(same.all())
 

@@ -173,22 +173,30 @@ def bytes_equal(rank: int, world_size: int, implementation: str, dtype: torch.dt
     assert int(source.rank.epochs[0]) % len(world.chunks) == 0
 
 
+def collective(world: World, implementation: str) -> Collective:
+    return Collective(dist.group.WORLD, world.dtype, LATENT, torch.float16, implementation=implementation)
+
+
 def collective_equal(rank: int, world_size: int, implementation: str) -> None:
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         world = World(rank, world_size, dtype, CONTEXTS, workspace=16)
-        source = Collective(dist.group.WORLD, dtype, LATENT)
+        source = collective(world, implementation)
         for index in range(len(world.chunks)):
             world.compare(index, world.gather(source, index, index % SLOTS))
 
 
-def fp8_scaled(rank: int, world_size: int, implementation: str) -> None:
+def fp8_scaled(rank: int, world_size: int, implementation: str, through: str = "publication") -> None:
     """Scaled rows = stock, which scales each row before it moves them; the planes keep the cached bytes.
 
     In float16: the interpreter truncates where it should round to bfloat16, and reads the two e4m3 NaNs as numbers.
     """
     world = World(rank, world_size, torch.float8_e4m3fn, CONTEXTS, workspace=16)
     world.raw[(world.raw & 0x7F) == 0x7F] = 0x7E
-    source = publisher(world, implementation, model_dtype=torch.float16)
+    source: Any = (
+        collective(world, implementation)
+        if through == "collective"
+        else publisher(world, implementation, model_dtype=torch.float16)
+    )
     scale = torch.tensor([0.3717])
     for index in range(len(world.chunks)):
         rows = world.gather(source, index, index % SLOTS, scale=scale)
@@ -196,7 +204,8 @@ def fp8_scaled(rank: int, world_size: int, implementation: str) -> None:
             stock = (expected.view(torch.float8_e4m3fn).float() * scale).to(torch.float16)
             if not torch.equal(row.view(torch.int16), stock.view(torch.int16)):
                 raise Differs(f"scaled rows of chunk {index}")
-        world.compare(index, source.valid(world.device_chunks[index], index % SLOTS, 0))
+        if through == "publication":
+            world.compare(index, source.valid(world.device_chunks[index], index % SLOTS, 0))
 
 
 def multicast_stand_in(rank: int, world_size: int, implementation: str) -> None:
@@ -341,7 +350,9 @@ def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
         if world_size == 2 or (world_size, kind) == (4, "torch"):
             for mutate, where in MUTATIONS.items():
                 add(f"mutation: {kind}, {mutate}", lifetimes, kind, where, mutate)
-    add("collective: bytes", collective_equal, "")
+    for kind in ("triton", "torch"):
+        add(f"collective, {kind}: bytes", collective_equal, kind)
+        add(f"collective, {kind}: fp8 scaled", fp8_scaled, kind, "collective")
     return made
 
 

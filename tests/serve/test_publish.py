@@ -54,9 +54,9 @@ def test_a_broken_protocol_shows(verdicts: dict[str, dict[str, str]], mutation: 
         assert verdicts[world_size][f"mutation: {kind}, {mutation}"].startswith("differs: ")
 
 
-def test_dequantise_kernel_is_one_rounding_of_the_float32_product() -> None:
+def test_a_scaled_row_is_one_rounding_of_the_float32_product() -> None:
     """Every finite e4m3 byte, several scales: the kernel's bits = PyTorch's."""
-    assert interpreted("publish_dequantise.py") == {"compared": 254 * 4 * 2, "different": 0}
+    assert interpreted("publish_scaled.py") == {"compared": 254 * 4 * 2, "different": 0}
 
 
 def layout(**changes: Any) -> Layout:

@@ -9,8 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kimi_k3_serve.publish import kernel
+from kimi_k3_serve.publish import collective_kernel, kernel
 from kimi_k3_serve.publish.chunks import TILE_ROWS
+from kimi_k3_serve.publish.collective import power_of_two, tile_rows
 from kimi_k3_serve.publish.ranks import TILE_BYTES
 
 tl = kernel.tl
@@ -135,8 +136,30 @@ def test_scaling_waits_before_it_reads_a_row() -> None:
     assert "ld.global.b8" not in text and stored(text) == 2 * words(text, "ld")
 
 
-def test_dequantise_compiles_for_e4m3() -> None:
-    types = {"raw_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32"}
-    text = ptx(kernel.dequantise_kernel, {"BLOCK": 4096}, types)
-    assert "cvt.rn.f16x2.e4m3x2" in text
-    assert re.search(r"cvt\.rn\.bf16(x2)?\.f32", text)  # to nearest
+@pytest.mark.parametrize("item", [2, 1], ids=["bf16", "fp8, scaled"])
+def test_the_fallback_reads_and_writes_wide_words(item: int) -> None:
+    latent, rope = 512 * item, 64 * item
+    whole = (latent + rope) // 8
+    packing = {
+        "BLOCK_SIZE": 64,
+        "BLOCK_STRIDE": 64 * whole,
+        "ROW_STRIDE": whole,
+        "WIDTH": whole,
+        "PADDED": power_of_two(whole),
+        "WORD": tl.int64,
+        "ROWS": tile_rows(8 * whole),
+    }
+    assert "ld.global.b64" in ptx(collective_kernel.pack_kernel, packing)
+    unpacking = {
+        "LATENT": 512,
+        "ROPE": 64,
+        "LATENT_PADDED": 512,
+        "ROPE_PADDED": 64,
+        "WORD": tl.int16 if item == 2 else tl.uint8,
+        "OUT": tl.int16 if item == 2 else tl.bfloat16,
+        "SCALED": item == 1,
+        "ROWS": tile_rows(8 * whole),
+    }
+    text = ptx(collective_kernel.unpack_kernel, unpacking)
+    assert stored(text) == (1 if item == 2 else 2) * words(text, "ld") > 0
+    assert item == 2 or ("cvt.rn.f16x2.e4m3x2" in text and "cvt.rn.bf16x2.f32" in text)
