@@ -96,7 +96,7 @@ def differing(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...])
 
 
 def rows_are_stocks(world: World) -> dict[str, Any]:
-    """bf16, fp16 and fp8 of several scales and model dtypes, chunks of 1 row to a full workspace; the fallback's too."""
+    """bf16, fp16, fp8 of several scales and model dtypes; chunks of 1 row to a full workspace; also by the fallback."""
     wrong, rows = torch.zeros((), dtype=torch.int64, device=world.device), 0
     for dtype, model_dtype, scale in KINDS:
         source = world.publisher(dtype, model_dtype)
