@@ -41,36 +41,54 @@ def _speed(summary: Summary, first: str, other: str) -> Finding:
     if pair is None:
         text = f"No offered rate has valid cells of both {first} and {other}: they are not compared."
         return Finding("Speed", text, "bad")
-    at = f"At {pair['offered_qps']:g} QPS"
+    at, elsewhere = f"At {pair['offered_qps']:g} QPS", _elsewhere(summary, pair)
     median, interval = pair["ttft_delta_p50_s"], pair["interval_s"]
     if median is None:
         return Finding("Speed", f"{at} so many requests failed that the median difference is none.", "bad")
     text = f"{at} the first token of {other} comes {_later(median)} than that of {first} at the median"
     if interval is None:
         text += f" of {pair['n']} paired requests. No interval ({pair['no_interval']})."
-        return Finding("Speed", f"{text} Not resolved.", "open")
+        return Finding("Speed", f"{text} Not resolved.{elsewhere}", "open")
     scope = "" if pair["knows_launches"] else " for these two launches alone"
     text += (
         f" (95 % interval{scope} {_signed(interval['low'])} to {_signed(interval['high'])},"
         f" {pair['cohorts']} cohorts, {_launch_count(pair['launches'])})."
     )
     if pair["resolved"]:
-        return Finding("Speed", text, "sure")
-    return Finding("Speed", f"{text} Not resolved: {_why_open(pair)}.", "open")
+        return Finding("Speed", f"{text}{elsewhere}", "sure")
+    return Finding("Speed", f"{text} Not resolved: {_why_open(pair)}.{elsewhere}", "open")
 
 
 def reference_pair(summary: Summary, first: str, other: str) -> Mapping[str, Any] | None:
-    """The comparison that the headline tells: at the highest rate that both arms pass at the wider limit, or
-    else at the lowest at which both have valid cells."""
+    """The comparison that the headline tells: at the fixed cohorts' rate, the lowest whose cells are valid in every
+    arm, or else at the lowest at which these two have valid cells. So no result chooses its own rate."""
+    pairs = _pairs(summary, first, other)
+    rate = summary["arms"][0]["fixed_cohort"]["offered_qps"]
+    return next((pair for pair in pairs if pair["offered_qps"] == rate), pairs[0] if pairs else None)
+
+
+def _pairs(summary: Summary, first: str, other: str) -> list[Mapping[str, Any]]:
+    """Upward by rate."""
     pairs = [pair for pair in summary["paired"] if pair["arms"] == [first, other]]
-    wider = max(summary["limits"], key=lambda name: float(summary["limits"][name]))
-    highest = {arm["name"]: arm["highest_passing_qps"][wider] for arm in summary["arms"]}
-    passed = [
+    return sorted(pairs, key=lambda pair: float(pair["offered_qps"]))
+
+
+def _elsewhere(summary: Summary, told: Mapping[str, Any]) -> str:
+    """The range of the median differences at the other rates, so that the headline's is not taken for all."""
+    others = [
         pair
-        for pair in pairs
-        if all((rate := highest[arm]) is not None and pair["offered_qps"] <= rate for arm in pair["arms"])
+        for pair in _pairs(summary, *told["arms"])
+        if pair["offered_qps"] != told["offered_qps"] and pair["ttft_delta_p50_s"] is not None
     ]
-    return passed[-1] if passed else pairs[0] if pairs else None
+    if not others:
+        return ""
+    medians = [pair["ttft_delta_p50_s"] for pair in others]
+    if len(others) == 1:
+        return f" At {others[0]['offered_qps']:g} QPS it is {_later(medians[0])}."
+    return (
+        f" At the {len(others)} other rates, up to {others[-1]['offered_qps']:g} QPS: from {_later(min(medians))}"
+        f" to {_later(max(medians))}."
+    )
 
 
 def _why_open(pair: Mapping[str, Any]) -> str:

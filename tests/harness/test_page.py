@@ -3,6 +3,7 @@
 
 import csv
 import io
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -100,6 +101,26 @@ def test_one_launch_an_arm_never_resolves(tmp_path: Path) -> None:
 def test_too_few_cohorts_give_no_interval(tmp_path: Path) -> None:
     state, text = said(written(tmp_path, pair(0.05, 0.0, repeats=2)))["Speed"]
     assert state == "open" and "24 cohorts over all repeats, an interval needs 30" in text
+
+
+def test_the_headline_stands_at_the_fixed_cohorts_rate(tmp_path: Path) -> None:
+    """The lowest with valid cells in every arm, whatever was found there; the range elsewhere stands beside it."""
+    shifts = {0.5: 0.02, 1.0: -0.05, 2.0: 0.3}
+    cells = {
+        CellKey(key.arm, rate, key.repeat): run
+        for rate, shift_s in shifts.items()
+        for key, run in pair(shift_s, 0.0, repeats=1).items()
+    }
+    text = said(written(tmp_path / "a", cells))["Speed"][1]
+    assert (
+        text.startswith("At 0.5 QPS the first token of dcp8 comes ") and "ms later than that of tp8" in text
+    )
+    assert re.search(
+        r"At the 2 other rates, up to 2 QPS: from [45]\d(\.\d)? ms sooner to [23]\d\d ms later\.", text
+    )
+    del cells[CellKey("tp8", 0.5, 0)], cells[CellKey("tp8", 2.0, 0)]
+    text = said(written(tmp_path / "b", cells))["Speed"][1]
+    assert text.startswith("At 1 QPS") and "other rates" not in text
 
 
 def test_rates_need_three_repeats(tmp_path: Path) -> None:
