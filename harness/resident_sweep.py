@@ -93,6 +93,10 @@ class ResidentSweep:
             if not dead:
                 if error:
                     raise error
+                if self._kill and not self._killed:
+                    self._run.note(
+                        f"No rank of {self._kill} was killed, as asked: no cell of it ran long enough."
+                    )
                 return finished
             hit = touched(cells, dead)
             for key in hit:

@@ -18,7 +18,7 @@ from harness.engines.process import Engine, free_port
 from harness.errors import UserError
 from harness.fleet import Fleet, gather_all
 from harness.load import Target
-from harness.long_context import Answer, paired_text, question, session, stream, while_all_decode
+from harness.long_context import Answer, Question, paired_text, question, session, stream, while_all_decode
 from harness.parity import at_fault
 from harness.resident_long import idle_text
 from harness.resident_sweep import touched
@@ -26,6 +26,7 @@ from harness.run_folder import RunFolder
 from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
+from harness.trace import load_trace
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 SMALL = (
@@ -197,6 +198,30 @@ def test_arm_that_does_not_prove_itself_is_left_out(
     assert any(note.startswith("dcp2 was left out") for note in read(out / "manifest.json")["notes"])
     assert read(out / "summary.json")["left_out"].keys() == {"dcp2"}
     assert "Left out: dcp2 (reasons below)" in (out / "table.md").read_text()
+
+
+def test_a_rehearsal_that_did_not_happen_is_noted(tmp_path: Path) -> None:
+    """At once, all four are sent and answered between two looks at them."""
+    out = tmp_path / "run"
+    words = arguments(out, "--resident", "--kill", "dcp2")
+    words[words.index("6,12")] = "4000"
+    assert main(words) == 0
+    assert "No rank of dcp2 was killed" in " ".join(read(out / "manifest.json")["notes"])
+    assert read(out / "manifest.json")["deaths"] == []
+
+
+def test_the_longest_prompt_warms_every_arm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def answer(client: object, question: Question) -> Answer:
+        asked.append((question.target.name, question.prompt_tokens))
+        return Answer(0.0, (1.0, 2.0))
+
+    monkeypatch.setattr("harness.long_context.stream", answer)
+    out = tmp_path / "run"
+    assert main(arguments(out, "--resident", "--budget", "0.002")) == 0
+    longest = max(request.prompt_tokens for request in load_trace(out / "trace.jsonl.gz").requests)
+    assert sorted(asked) == [("dcp2", longest), ("tp2", longest)]
 
 
 async def test_others_are_given_up_when_too_few_are_left() -> None:
