@@ -44,7 +44,7 @@ Tensors = Iterator[tuple[str, tuple[int, ...]]]
 def values(
     name: str, shape: tuple[int, ...], device: torch.device | str = "cpu", *, experts: int = 0
 ) -> torch.Tensor:
-    """The tensor `name` [shape], float32.
+    """The tensor `name` [shape], float32, whatever PyTorch's default dtype: vLLM loads under the model's.
 
     Norms are 1, a router's correction bias 0. A matrix is uniform with mean 0 and deviation gain / sqrt(fan_in), rows
     of an embedding with deviation 1; a KDA decay A_log lies about -3 (slow).
@@ -55,9 +55,9 @@ def values(
     """
     module, leaf = name.split(".")[-2:]
     if module.endswith("norm"):
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, dtype=torch.float32, device=device)
     if leaf == "e_score_correction_bias":
-        return torch.zeros(shape, device=device)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
     if module == "gate":
         return router(name, shape, device)
     deviation, mean = 1.0, 0.0
@@ -65,11 +65,12 @@ def values(
         mean = -3.0
     elif module != "embed_tokens" and len(shape) > 1:
         deviation = GAINS.get(module, 1.0) / math.sqrt(shape[-1])
-    flat = torch.empty(math.prod(shape), device=device)
+    flat = torch.empty(math.prod(shape), dtype=torch.float32, device=device)
+    scale = torch.tensor(deviation * math.sqrt(12), dtype=torch.float32, device=device)
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK]
         index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
-        part.copy_(uniform(index, seed(name)) * torch.tensor(deviation * math.sqrt(12), device=device))
+        part.copy_(uniform(index, seed(name)) * scale)
     tensor = (flat + mean if mean else flat).view(shape)
     if module in WRITERS:
         tensor[:experts] = 0
@@ -83,7 +84,7 @@ def router(name: str, shape: tuple[int, ...], device: torch.device | str) -> tor
     """[experts, hidden]: expert e reads one of the router's columns, another one in each layer."""
     experts = shape[0]
     expert = torch.arange(experts, device=device)
-    matrix = torch.zeros(shape, device=device)
+    matrix = torch.zeros(shape, dtype=torch.float32, device=device)
     matrix[expert, (expert + seed(name)) % experts] = 1.0
     return matrix
 

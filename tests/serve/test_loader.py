@@ -55,6 +55,28 @@ def test_a_tensor_longer_than_a_chunk_goes_on_where_the_chunk_ended() -> None:
     assert not torch.equal(whole[:4], whole[CHUNK : CHUNK + 4])
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (400, 24)),
+        ("model.layers.0.self_attn.o_proj.weight", (24, 40)),
+        ("model.layers.0.self_attn.A_log", (96,)),
+        ("model.layers.0.self_attn.dt_bias", (96,)),
+        ("model.layers.1.block_sparse_moe.gate.weight", (16, 24)),
+        ("model.norm.weight", (24,)),
+    ],
+)
+def test_values_are_the_same_under_the_models_default_dtype(name: str, shape: tuple[int, ...]) -> None:
+    """vLLM loads under it: ranks of rounded values would route some tokens to other experts than the reference."""
+    expected = values(name, shape, experts=16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = values(name, shape, experts=16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_deepseeks_tensors_are_those_of_the_small_checkpoint() -> None:
     assert dict(tensors(SimpleNamespace(**CONFIG, topk_method="noaux_tc"))) == shapes()
 
