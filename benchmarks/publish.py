@@ -148,7 +148,7 @@ class Ranks:
             else allocate("peer", layout.nbytes, group, device, host_group=host_group)
         )
         self.publisher = Publisher(self.region, layout, dtype, transport="peer", implementation="triton")
-        self.collective = Collective(group, dtype, LATENT, implementation="triton")
+        self.collective = Collective(group, dtype, LATENT, ROPE, implementation="triton")
         others = [peer for i, peer in enumerate(self.region.peers) if i != rank] or list(self.region.peers)
         # Slot 1's planes behind its signals, whose rows nobody compares again.
         begin = layout.slot_offset(0, 1) + layout.kv_c_offset

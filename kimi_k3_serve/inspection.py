@@ -86,7 +86,7 @@ def published(dcp_world_size: int) -> Mapping[str, Any]:
     state = hook.state()
     if dcp_world_size == 1 or not state:
         return verdict(False, "one rank holds the whole context")
-    return verdict(state["transport"] != "stock", f"{state['transport']} ({state['reason']})")
+    return verdict("stock" not in state["transport"], f"{state['transport']} ({state['reason']})")
 
 
 def verdict(active: bool, reason: str) -> dict[str, Any]:

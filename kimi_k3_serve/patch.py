@@ -29,11 +29,16 @@ def edit_function(name: str, edits: Sequence[Edit]) -> None:
     """Put an edited `package.module.Class.method` in the place of the upstream one. Idempotent.
 
     Raises:
-        SourceLockError: an edit's `old` text does not occur exactly once.
+        SourceLockError: an edit's `old` text does not occur exactly once, or the function has had other edits.
     """
     owner, attribute = resolve(name)
-    if getattr(inspect.getattr_static(owner, attribute), "edited_by", None) != __name__:
+    before = getattr(inspect.getattr_static(owner, attribute), "edits", None)
+    if before is None:
         setattr(owner, attribute, edited(name, edits))
+    elif before != tuple(edits):
+        raise SourceLockError(
+            f"{name} is edited twice, differently; this is a bug: put the edits in one place"
+        )
 
 
 def edited(name: str, edits: Sequence[Edit]) -> Any:
@@ -65,5 +70,5 @@ def edited(name: str, edits: Sequence[Edit]) -> Any:
     function = built["build"](owner)
     function.__qualname__ = original.__qualname__
     function.__wrapped__ = original
-    function.edited_by = __name__
+    function.edits = tuple(edits)
     return function

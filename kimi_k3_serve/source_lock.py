@@ -37,7 +37,7 @@ def update() -> list[str]:
     text, changed = LOCK.read_text(), []
     for name, expected in locked().items():
         if (found := digest(name)) not in expected:
-            text = text.replace(expected[0], found)
+            text = text.replace(f'"{expected[0]}"', f'"{found}"')
             changed.append(name)
     LOCK.write_text(text)
     return changed

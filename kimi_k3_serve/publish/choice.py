@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.publish import verify
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.publisher import PrefillKV, Publisher, objection
@@ -43,9 +44,10 @@ class Choice:
     transport: str
     reason: str
     source: PrefillKV | None
-    model_dtype: torch.dtype
     scaled: bool
     """The cache holds e4m3 that the consumer must scale."""
+    verified: bool
+    """Every chunk is compared with vLLM's own path."""
 
 
 def asked(device_type: str) -> str:
@@ -92,22 +94,25 @@ def select(
     Args:
         capacity: rows of the largest chunk, N.
         latent, rope: L and P, elements of a row.
-        cache_dtype: vLLM's name; "auto" is the model's.
+        cache_dtype: vLLM's name for the cache of the layers that this is for; "auto" is the model's.
 
     Raises:
         PrefillKVError: the forced transport cannot work, or ranks were configured differently.
     """
-    value = asked(device.type)
+    value, verified = asked(device.type), verify.asked()
     everyone: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(everyone, value, group=host_group)
-    if len(set(everyone)) > 1:
-        raise PrefillKVError(f"{SWITCH} differs between ranks: {everyone}; set it alike for every worker")
+    dist.all_gather_object(everyone, (value, verified), group=host_group)
+    for name, values in zip((SWITCH, verify.SWITCH), zip(*everyone, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise PrefillKVError(
+                f"{name} differs between ranks: {list(values)}; set it alike for every worker"
+            )
 
     dtype = model_dtype if cache_dtype == "auto" else CACHE_DTYPES.get(cache_dtype)
     scaled = dtype == torch.float8_e4m3fn
 
     def choice(transport: str, reason: str, source: PrefillKV | None) -> Choice:
-        return Choice(transport, reason, source, model_dtype, scaled)
+        return Choice(transport, reason, source, scaled, verified)
 
     if value == "stock":
         return choice("stock", f"{SWITCH}=stock", None)
@@ -133,7 +138,7 @@ def select(
     passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if transport is None:
         source: PrefillKV = Collective(
-            device_group, dtype, latent, model_dtype, implementation=implementation
+            device_group, dtype, latent, rope, model_dtype, implementation=implementation
         )
         return choice("collective", passed_over or f"{SWITCH}=collective", source)
     layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)

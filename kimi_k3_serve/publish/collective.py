@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from kimi_k3_serve.publish.chunks import DeviceChunk
 from kimi_k3_serve.publish.launch import Launch
+from kimi_k3_serve.publish.publisher import require_rows
 
 TILE_BYTES = 16 << 10
 """Bytes of rows that a program of a kernel moves."""
@@ -28,15 +29,18 @@ class Collective:
         group: Any,
         dtype: torch.dtype,
         latent: int,
+        rope: int,
         model_dtype: torch.dtype = torch.bfloat16,
         *,
         implementation: str,
     ) -> None:
         """Args:
-        latent: L, elements of a row that belong to `kv_c`.
+        dtype: of the cached rows, L + P = latent + rope elements each.
+        model_dtype: of scaled rows.
         implementation: "triton" (GPU, or the interpreter) or "torch" (host memory).
         """
-        self.group, self.dtype, self.latent, self.model_dtype = group, dtype, latent, model_dtype
+        self.group, self.dtype, self.model_dtype = group, dtype, model_dtype
+        self.latent, self.width = latent, latent + rope
         self.world_size = dist.get_world_size(group)
         self.triton = implementation == "triton"
         self.launches: dict[tuple[Any, ...], Launch] = {}
@@ -51,7 +55,12 @@ class Collective:
         ubatch: int = 0,
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PrefillKV`. The result is this call's own memory; slot and ubatch mean nothing here."""
+        """See `PrefillKV`. The result is this call's own memory; slot and ubatch mean nothing here.
+
+        Raises:
+            PublishError: a cache of other rows.
+        """
+        require_rows(cache, self.dtype, self.width)
         # Padded local rows: known on the host without asking the device, since all ranks hold equally many.
         row_bytes = cache.shape[-1] * cache.element_size()
         if self.triton:
@@ -77,6 +86,7 @@ class Collective:
     def pack(
         self, cache: torch.Tensor, block_table: torch.Tensor, chunk: DeviceChunk, packed: torch.Tensor
     ) -> None:
+        """Fill `packed` [padded local rows, row bytes] uint8 with this rank's rows of the chunk."""
         word = word_bytes(cache, self.latent * self.dtype.itemsize)
         key = ("pack", word, cache.shape, cache.stride())
         rows = tile_rows(packed.shape[1])
@@ -109,6 +119,7 @@ class Collective:
     def unpack(
         self, gathered: torch.Tensor, chunk: DeviceChunk, scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gathered` [W * padded local rows, row bytes] uint8 -> kv_c [N, L] and k_pe [N, P], what `gather` returns."""
         latent = self.latent * self.dtype.itemsize
         parts = latent, gathered.shape[1] - latent
         out = self.dtype if scale is None else self.model_dtype

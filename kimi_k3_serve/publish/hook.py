@@ -32,19 +32,20 @@ def install(device_type: str) -> None:
     After `ownership.install`, which edits the same builder's text.
 
     Raises:
-        PrefillKVError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do, or the time-out is no time.
+        UserError: KIMI_K3_PREFILL_KV asks for what this kind of device cannot do, or another switch has no such value.
     """
     from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 
     asked(device_type)
     timeout_s()
     verify.asked()
+    folder = timing.asked(device_type)
     impl = mla_attention.MLACommonBaseImpl
     stock = impl._context_parallel_compute_prefill_context
     if getattr(stock, "publishes", False):
         return
     impl._context_parallel_compute_prefill_context = publishing(stock)
-    if (folder := timing.asked(device_type)) is not None:
+    if folder is not None:
         impl._context_parallel_compute_prefill_context = timing.timed(
             impl._context_parallel_compute_prefill_context, folder
         )
@@ -56,10 +57,18 @@ def install(device_type: str) -> None:
 
 
 def state() -> dict[str, str] | None:
-    """How prefill KV travels in this process, for the worker's proof; None where no context is sharded."""
+    """How prefill KV travels in this process, for the worker's proof; None where no context is sharded.
+
+    Where layers of several kinds differ in it, all their transports and reasons.
+    """
+    if not _choices:
+        return None
+    facts: dict[str, list[str]] = {"transport": [], "reason": []}
     for choice in _choices.values():
-        return {"transport": choice.transport, "reason": choice.reason}
-    return None
+        for name, told in facts.items():
+            if (value := getattr(choice, name)) not in told:
+                told.append(value)
+    return {name: ", ".join(told) for name, told in facts.items()}
 
 
 def choosing(init: Callable[..., None]) -> Callable[..., None]:
@@ -70,14 +79,14 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         if self.dcp_world_size > 1 and self._prefill_backend is not None:
             choice = self.dcp_manager.prefill_kv = choice_for(self)
-            if choice.source is None and verify.ON:
+            if choice.source is None and choice.verified:
                 logger.warning(
                     "%s=1 compares nothing: prefill KV goes by %s (%s)",
                     verify.SWITCH,
                     choice.transport,
                     choice.reason,
                 )
-            if choice.source is not None and not verify.ON:
+            if choice.source is not None and not choice.verified:
                 # Rows come straight from the paged cache: nothing reads vLLM's gather buffers, so give them back.
                 self.chunked_prefill_workspace = self.chunked_prefill_workspace[:0].clone()
 
@@ -85,6 +94,7 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def choice_for(builder: Any) -> Choice:
+    """The choice for a metadata builder's layers, made with the first builder of their geometry. Collective then."""
     from vllm.distributed.parallel_state import get_dcp_group
 
     group, config = get_dcp_group(), builder.vllm_config
@@ -93,7 +103,9 @@ def choice_for(builder: Any) -> Choice:
         "capacity": builder.chunked_prefill_workspace_size,
         "latent": builder.mla_dims.kv_lora_rank,
         "rope": builder.mla_dims.qk_rope_head_dim,
-        "cache_dtype": config.cache_config.cache_dtype,
+        # The layers' own: some of a model may keep another cache than the rest.
+        "cache_dtype": getattr(builder.kv_cache_spec, "cache_dtype_str", None)
+        or config.cache_config.cache_dtype,
         "model_dtype": config.model_config.dtype,
         "ubatches": max(config.parallel_config.num_ubatches, 1),
     }
@@ -134,6 +146,13 @@ def device_chunks(prefill: Any, choice: Choice) -> list[tuple[torch.Tensor, Devi
     return context.device_chunks  # type: ignore[no-any-return]
 
 
+@functools.cache
+def report_stock(manager: str) -> None:
+    logger.warning(
+        "Prefill KV by stock: a metadata builder that this plugin does not know made the %s at hand", manager
+    )
+
+
 def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement: vLLM's loop over context chunks, with rows taken from the publisher."""
 
@@ -154,6 +173,8 @@ def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
         choice = getattr(context.dcp_manager, "prefill_kv", None)
+        if choice is None:
+            report_stock(type(context.dcp_manager).__name__)
         if choice is None or choice.source is None:
             answer: tuple[torch.Tensor, torch.Tensor] = stock(
                 self,
@@ -178,7 +199,7 @@ def publishing(stock: Callable[..., Any]) -> Callable[..., Any]:
                 ubatch=dbo_current_ubatch_id(),
                 scale=k_scale if choice.scaled else None,
             )
-            if verify.ON:
+            if choice.verified:
                 verify.compare(self, chunk, kv_c_and_k_pe_cache, block_table, context, k_scale, kv_c, k_pe)
             k_pe = k_pe.unsqueeze(1)
             if projection_dtype is not None:

@@ -162,19 +162,28 @@ class Publisher:
         key = (cache.shape[-1], cache.dtype, cache.stride(), cache.data_ptr() % ROW_ALIGNMENT)
         if key in self.accepted:
             return
-        row_bytes = self.layout.latent_bytes + self.layout.rope_bytes
+        require_rows(cache, self.dtype, sum(self.widths))
         strides = [stride * cache.element_size() for stride in cache.stride()[:-1]]
-        if cache.element_size() != self.dtype.itemsize or cache.shape[-1] * cache.element_size() != row_bytes:
-            raise PublishError(
-                f"the KV cache has rows of {cache.shape[-1]} {cache.dtype}, the planes rows of {row_bytes} bytes of "
-                f"{self.dtype}; use KIMI_K3_PREFILL_KV=collective"
-            )
         if cache.stride(-1) != 1 or any(n % ROW_ALIGNMENT for n in (*strides, cache.data_ptr())):
             raise PublishError(
                 f"rows of the KV cache are not on {ROW_ALIGNMENT} bytes (strides {strides} bytes); "
                 "use KIMI_K3_PREFILL_KV=collective"
             )
         self.accepted.add(key)
+
+
+def require_rows(cache: torch.Tensor, dtype: torch.dtype, width: int) -> None:
+    """That a paged cache holds rows of `width` elements of `dtype`; e4m3 may come as the bytes that it is.
+
+    Raises:
+        PublishError: it does not.
+    """
+    raw = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+    if cache.dtype not in (dtype, raw) or cache.shape[-1] != width:
+        raise PublishError(
+            f"the KV cache has rows of {cache.shape[-1]} {cache.dtype}, where {width} {dtype} were announced; this is "
+            "a bug: KIMI_K3_PREFILL_KV=stock avoids it"
+        )
 
 
 def objection(dtype: torch.dtype, latent_bytes: int, rope_bytes: int) -> str | None:

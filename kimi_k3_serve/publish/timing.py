@@ -3,12 +3,14 @@
 
 Events around every call of `_context_parallel_compute_prefill_context`: all of a layer's chunks, from the first cached
 row to the merged partial. One JSON line a call in FOLDER/rank-R.jsonl, `{"chunks": n, "rows": N, "ms": t}`. Nothing is
-waited for: a call's line is written some calls later, when the GPU has passed it. Off, nothing is wrapped.
+waited for: a call's line is written some calls later, when the GPU has passed it, the last ones when the process ends
+of its own accord. Off, nothing is wrapped.
 
     python -m kimi_k3_serve.publish.timing FOLDER...    # medians for each number of chunks, beside one another
 """
 
 import argparse
+import atexit
 import functools
 import json
 import os
@@ -48,6 +50,15 @@ def timed(method: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     pending: deque[tuple[Any, Any, dict[str, int]]] = deque()
     lines: list[Any] = []  # the open file, once the rank is known
 
+    def write(*, wait: bool = False) -> None:
+        while pending and (wait or pending[0][1].query()):
+            first, last, facts = pending.popleft()
+            if wait:
+                last.synchronize()
+            lines[0].write(json.dumps(facts | {"ms": round(first.elapsed_time(last), 4)}) + "\n")
+
+    atexit.register(write, wait=True)
+
     @functools.wraps(method)
     def _context_parallel_compute_prefill_context(
         self: Any, q: Any, cache: Any, attn_metadata: Any, *args: Any, **more: Any
@@ -62,9 +73,7 @@ def timed(method: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         end.record()
         rows = sum(chunk.num_context_tokens for chunk in context.chunks)
         pending.append((begin, end, {"chunks": len(context.chunks), "rows": rows}))
-        while pending and pending[0][1].query():
-            first, last, facts = pending.popleft()
-            lines[0].write(json.dumps(facts | {"ms": round(first.elapsed_time(last), 4)}) + "\n")
+        write()
         return answer
 
     return _context_parallel_compute_prefill_context

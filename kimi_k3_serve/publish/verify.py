@@ -14,7 +14,6 @@ from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.proof import mark_used
 
 SWITCH = "KIMI_K3_VERIFY_PREFILL_KV"
-ON = os.environ.get(SWITCH, "0") == "1"
 compared = {"chunks": 0, "rows": 0}
 """By this process so far, over all layers."""
 

@@ -100,7 +100,7 @@ def rows_are_stocks(world: World) -> dict[str, Any]:
     wrong, rows = torch.zeros((), dtype=torch.int64, device=world.device), 0
     for dtype, model_dtype, scale in KINDS:
         source = world.publisher(dtype, model_dtype)
-        fallback = Collective(dist.group.WORLD, dtype, LATENT, model_dtype, implementation="triton")
+        fallback = Collective(dist.group.WORLD, dtype, LATENT, ROPE, model_dtype, implementation="triton")
         for index, (contexts, starts) in enumerate(CHUNKS):
             inputs = world.inputs(
                 contexts, dtype, seed=index, starts=starts, scale=scale, model_dtype=model_dtype

@@ -236,6 +236,7 @@ def same(found: Any, wanted: Any) -> bool:
 def rank_main(rank: int, world_size: int, transport: str, name: str, store: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = Path(store).parent.name
     os.environ[choice.SWITCH] = "auto" if transport == "verify" else transport
+    os.environ[verify.SWITCH] = str(int(transport == "verify"))
     kind = KINDS[name]
     parallel = ParallelConfig(tensor_parallel_size=world_size, decode_context_parallel_size=world_size)
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
@@ -279,7 +280,6 @@ def rank_main(rank: int, world_size: int, transport: str, name: str, store: str)
         context.dcp_manager.prefill_kv = made
         published = impl._context_parallel_compute_prefill_context
         if transport == "verify":
-            verify.ON = True
             run(published)
             assert verify.compared["chunks"] == len(context.chunks)
             damage(made.source)

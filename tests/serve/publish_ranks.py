@@ -174,7 +174,9 @@ def bytes_equal(rank: int, world_size: int, implementation: str, dtype: torch.dt
 
 
 def collective(world: World, implementation: str) -> Collective:
-    return Collective(dist.group.WORLD, world.dtype, LATENT, torch.float16, implementation=implementation)
+    return Collective(
+        dist.group.WORLD, world.dtype, LATENT, ROPE, torch.float16, implementation=implementation
+    )
 
 
 def collective_equal(rank: int, world_size: int, implementation: str) -> None:

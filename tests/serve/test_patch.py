@@ -2,7 +2,7 @@
 import pytest
 
 from kimi_k3_serve.attention import ownership
-from kimi_k3_serve.patch import Edit, edited
+from kimi_k3_serve.patch import Edit, edit_function, edited
 from kimi_k3_serve.source_lock import SourceLockError, digest, locked
 
 NAME = "vllm.v1.attention.backends.mla.triton_mla.TritonMLAImpl.forward_mqa"
@@ -30,3 +30,14 @@ def test_upstream_keeps_its_own_function() -> None:
 
 def test_every_edited_function_is_in_the_source_lock() -> None:
     assert set(ownership.EDITS) <= set(locked())
+
+
+def test_two_lists_of_edits_of_one_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+    monkeypatch.setattr(TritonMLAImpl, "forward_mqa", TritonMLAImpl.forward_mqa)  # put back afterwards
+    edits = [Edit("lse = torch.zeros(", "lse = torch.empty(")]
+    edit_function(NAME, edits)
+    edit_function(NAME, list(edits))
+    with pytest.raises(SourceLockError, match="forward_mqa is edited twice, differently"):
+        edit_function(NAME, [Edit("lse = torch.zeros(", "lse = torch.ones(")])

@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from vllm.distributed import parallel_state
 
 from kimi_k3_serve.publish import choice, hook, verify
-from kimi_k3_serve.publish.choice import PrefillKVError
+from kimi_k3_serve.publish.choice import Choice, PrefillKVError
 
 
 def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
@@ -35,6 +38,39 @@ def test_a_layer_that_gathers_no_context_has_no_publisher() -> None:
 
     Builder.__init__ = hook.choosing(Builder.__init__)  # type: ignore[method-assign]
     assert not vars(Builder().dcp_manager)
+
+
+def test_the_layers_own_cache_dtype_counts_and_all_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--kv-cache-dtype-skip-layers`: some layers keep another cache than the engine's."""
+    made = []
+
+    def select(**arguments: Any) -> Choice:
+        made.append(arguments["cache_dtype"])
+        transport = "shared" if len(made) == 1 else "stock"
+        return Choice(transport, f"reason {len(made)}", None, scaled=False, verified=False)
+
+    def builder(cache_dtype: str | None) -> Any:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype="fp8"),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            parallel_config=SimpleNamespace(num_ubatches=0),
+        )
+        return SimpleNamespace(
+            vllm_config=config,
+            device="cpu",
+            chunked_prefill_workspace_size=32,
+            mla_dims=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
+            kv_cache_spec=SimpleNamespace(cache_dtype_str=cache_dtype),
+        )
+
+    group = SimpleNamespace(unique_name="dcp:0", device_group=None, cpu_group=None)
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(hook, "select", select)
+    monkeypatch.setattr(hook, "_choices", {})
+    for cache_dtype in ("fp8", "auto", None, "auto"):
+        hook.choice_for(builder(cache_dtype))
+    assert made == ["fp8", "auto"]
+    assert hook.state() == {"transport": "shared, stock", "reason": "reason 1, reason 2"}
 
 
 @pytest.mark.parametrize(

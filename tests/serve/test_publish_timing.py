@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timer of the context path, with events that a test completes by hand."""
 
+import atexit
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,9 @@ class Event:
     def query(self) -> bool:
         return self.made.index(self) < Event.passed
 
+    def synchronize(self) -> None:
+        Event.passed = max(Event.passed, self.made.index(self) + 1)
+
     def elapsed_time(self, other: "Event") -> float:
         return other.time - self.time
 
@@ -44,6 +49,8 @@ def metadata(rows: list[int]) -> Any:
 def test_calls_are_written_once_the_gpu_has_passed_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda *call, **more: at_exit.append(partial(*call, **more)))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.made, Event.passed = [], 0
     method = timing.timed(lambda self, q, cache, attn_metadata, k_scale: (q, k_scale), tmp_path)
@@ -58,6 +65,9 @@ def test_calls_are_written_once_the_gpu_has_passed_them(
         1: {"calls": 1, "rows": 7, "ms_a_layer_and_chunk": 2.5},
         2: {"calls": 1, "rows": 65546, "ms_a_layer_and_chunk": 1.25},
     }
+    [end] = at_exit
+    end()
+    assert len((tmp_path / "rank-1.jsonl").read_text().splitlines()) == 3
 
 
 def test_the_switch_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
