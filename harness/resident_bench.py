@@ -4,6 +4,7 @@
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 
@@ -63,7 +64,11 @@ def resident_options(arguments: argparse.Namespace, serving: Serving, vocab_size
         raise UserError(f"--kill {arguments.kill} is none of the arms {arguments.arms}")
     if arguments.lone_prompts < 0 or arguments.contexts < 0:
         raise UserError("--lone-prompts and --contexts count prompts; give 0 or more")
+    if (arguments.context_tokens or 1) < 1:
+        raise UserError(f"--context-tokens is {arguments.context_tokens}; give at least 1")
     tolerance = arguments.parity_tolerance
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise UserError(f"--parity-tolerance is {tolerance:g}; give a positive number of nats")
     default = BF16 if serving.gpu else EXACT
     return ResidentOptions(
         serving=serving,

@@ -256,6 +256,8 @@ def test_arms_that_disagree(
         (["--resident", "--arms", "tp2,dcp2-stock"], "arm dcp2-stock needs GPUs"),
         (["--resident", "--image", "x"], "--resident starts processes; leave --image out"),
         (["--resident", "--kill", "dcp4"], "--kill dcp4 is none of the arms tp2,dcp2"),
+        (["--resident", "--context-tokens", "-5"], "--context-tokens is -5; give at least 1"),
+        (["--resident", "--parity-tolerance", "nan"], "--parity-tolerance is nan; give a positive number"),
         (["--resident", "--parity-lengths", "40,no"], "'40,no' is not a list of counts"),
     ],
 )
@@ -269,7 +271,9 @@ def test_paired_text_needs_six_pairs_for_an_interval() -> None:
     times = {"a": {"ttft_s": [1.0, 2.0, 3.0]}, "b": {"ttft_s": [0.9, 1.8, 2.9]}}
     assert paired_text("a", "b", times) == "b - a -0.1000 s (n = 3, no interval)"
     times = {"a": {"ttft_s": [1.0] * 6}, "b": {"ttft_s": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}}
-    assert paired_text("a", "b", times) == "b - a +0.3500 s (95 % +0.1000 to +0.6000)"
+    assert paired_text("a", "b", times) == (
+        "b - a +0.3500 s (95 % +0.1000 to +0.6000 over prompts, of these launches alone)"
+    )
 
 
 def test_idle_engines_beside_get_no_verdict_from_three_prompts() -> None:
@@ -382,10 +386,10 @@ async def test_no_time_goes_into_encoding_a_long_prompt(monkeypatch: pytest.Monk
 
     async def answers(request: web.Request) -> web.StreamResponse:
         asked = await request.json()
-        assert asked["max_tokens"] == 2 and asked["ignore_eos"] and len(asked["prompt"]) == 9
+        assert asked["max_tokens"] in (4, 5) and asked["ignore_eos"] and len(asked["prompt"]) == 9
         response = web.StreamResponse()
         await response.prepare(request)
-        for count in (1, 2):
+        for count in (1, 3, 4, 4):  # two tokens in one chunk; the last chunk only sums up
             await response.write(b'data: {"usage": {"completion_tokens": %d}}\n\n' % count)
         return response
 
@@ -401,9 +405,12 @@ async def test_no_time_goes_into_encoding_a_long_prompt(monkeypatch: pytest.Monk
     port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
-        asked = question(Target("tp2", f"http://127.0.0.1:{port}", "m"), [7] * 9, 2)
+        target = Target("tp2", f"http://127.0.0.1:{port}", "m")
         async with session() as client:
-            answer = await stream(client, asked)
-        assert len(answer.token_s) == 2 and answer.ttft_s < 0.4
+            answer = await stream(client, question(target, [7] * 9, 4))
+            assert len(answer.token_s) == 4 and answer.ttft_s < 0.4
+            assert answer.token_s[1] == answer.token_s[2]
+            with pytest.raises(UserError, match="arm tp2: 4 tokens instead of 5"):
+                await stream(client, question(target, [7] * 9, 5))
     finally:
         await runner.cleanup()
