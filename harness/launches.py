@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine launches of a pair: their order, what names an engine beyond its process, what limited it."""
+"""Engine launches of a pair: their order, and what names an engine beyond its process."""
 
 import gzip
 import json
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.client import RequestRecord
 from harness.parity import ArmAnswers, Position
 from harness.validity import OWN_TO_A_LAUNCH, lasting
 
 T = TypeVar("T")
 
-BOUND_KV_USAGE = 0.9
 NAMED_OTHERWISE = ("--model",)
 """Options whose values have a digest of their own."""
 
@@ -50,47 +48,3 @@ def _read_answers(path: Path) -> ArmAnswers:
         }
 
     return ArmAnswers(parsed(raw["alone"]), parsed(raw["concurrent"]), raw["prefills_beside"])
-
-
-def what_bound(
-    arm: str,
-    rate: float,
-    samples: Sequence[Mapping[str, float | None]],
-    records: Sequence[RequestRecord] = (),
-) -> str:
-    """One sentence on whether KV capacity or computation limited an arm in a cell, whose samples and records these are.
-
-    A request that waits to be scheduled may wait for KV blocks, for a place in the batch or for its turn to be
-    prefilled. KV capacity is what bound it where the cache was nearly full at the same moment, or where no prompt was
-    being prefilled: all that ran had its first token, so the one that waited did not fit beside them. (Or had no
-    place in the batch; a pair's engines have more places than contexts fit.)
-    """
-    seen = [
-        (usage, waiting, _nothing_prefills(sample, records))
-        for sample in samples
-        if (usage := sample["kv_usage"]) is not None and (waiting := sample["waiting_capacity"]) is not None
-    ]
-    if not seen:
-        return f"{arm} at {rate:g} QPS: what bound it is unknown, the engine exports no such metrics."
-    waits = [waiting for _, waiting, _ in seen]
-    full = sum(waiting > 0 and (usage > BOUND_KV_USAGE or idle) for usage, waiting, idle in seen)
-    return (
-        f"{arm} at {rate:g} QPS: {'KV capacity' if full else 'computation, not KV capacity,'} bound it"
-        f" (in {full} of {len(seen)} samples, at 1 Hz, requests waited while KV usage was over {BOUND_KV_USAGE:g} or"
-        f" none was being prefilled; KV usage up to {max(usage for usage, *_ in seen):.2f};"
-        f" {sum(waits) / len(waits):.2f} requests waiting to be scheduled on average, at most {max(waits):g})."
-    )
-
-
-def _nothing_prefills(sample: Mapping[str, float | None], records: Sequence[RequestRecord]) -> bool:
-    """Whether requests run and all of them were decoding, as far as the client saw."""
-    t_s, running = sample.get("t_s"), sample.get("running")
-    if t_s is None or not running:
-        return False
-    decoding = sum(
-        record.first_token_s is not None
-        and record.first_token_s <= t_s
-        and (record.done_s is None or t_s < record.done_s)
-        for record in records
-    )
-    return decoding >= running

@@ -199,7 +199,6 @@ class PairRun:
             self._save()
             if not finished:
                 return self._note_budget()
-        self._run.note_what_bound(options.arms)
 
     def _left_s(self) -> float:
         budget_s = self.options.budget_s
@@ -209,7 +208,6 @@ class PairRun:
         note = "The budget ended this run before its last cell; --resume goes on with it."
         self._run.manifest["notes"].append(note)
         self.steps.say(note)
-        self._run.note_what_bound(self.options.arms)
 
     # Preparation
 

@@ -206,7 +206,6 @@ class ResidentRun:
         for death in run.manifest["deaths"]:
             run.note(death_text(death))
         run.note_missing(self.options.arms)
-        run.note_what_bound(self.options.arms)
         for text in run.manifest.get("findings", ()):
             run.note(text)
         run.save()

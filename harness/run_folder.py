@@ -22,7 +22,7 @@ from harness.baseline import Baseline
 from harness.engines.process import Engine
 from harness.engines.proof import Proof, read_proofs
 from harness.errors import UserError
-from harness.launches import flags_of, what_bound
+from harness.launches import flags_of
 from harness.sla import Limits
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest, write_bytes, write_json
@@ -237,13 +237,6 @@ class RunFolder:
             self.note(
                 f"One launch of {which}: how much launches of the same arm differ was not measured in this run."
             )
-
-    def note_what_bound(self, arms: Iterable[Arm]) -> None:
-        """What limited each arm at the highest rate."""
-        if self.manifest["rates"]:
-            rate = max(self.manifest["rates"])
-            for cell in self._cells([CellKey(arm.name, rate, 0) for arm in arms]):
-                self.note(what_bound(cell.key.arm, rate, cell.samples, cell.records))
 
     def _cells(self, keys: Iterable[CellKey]) -> list[Cell]:
         """Those of the cells that there are, in the order of `keys`."""

@@ -3,9 +3,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from harness.client import CANCELLED, OK, RequestRecord
+from harness.report.kv_waits import kv_waits
 from harness.report.pairs import (
     as_json,
     boundary_section,
@@ -39,7 +41,11 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
     rules = [Rule(**rule) for rule in manifest["limits"].get("rules", ())]
     names = [arm["name"] for arm in manifest["arms"]]
     evidence = evidence_of(manifest, cells)
-    judged = {cell.key: summarise_cell(cell, evidence[cell.key], limits, rules) for cell in cells}
+    kv_tokens = {arm["name"]: arm["kv_tokens"] for arm in manifest["arms"]}
+    judged = {
+        cell.key: summarise_cell(cell, evidence[cell.key], limits, rules, kv_tokens.get(cell.key.arm))
+        for cell in cells
+    }
     valid = [cell for cell in cells if judged[cell.key]["valid"]]
     cohort_rate = _fixed_cohort_rate(names, cells, valid)
     return {
@@ -105,7 +111,11 @@ def evidence_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[Any,
 
 
 def summarise_cell(
-    cell: Cell, evidence: Evidence, limits: Mapping[str, float], rules: Sequence[Rule]
+    cell: Cell,
+    evidence: Evidence,
+    limits: Mapping[str, float],
+    rules: Sequence[Rule],
+    kv_tokens: int | None = None,
 ) -> dict[str, Any]:
     """One cell's numbers.
 
@@ -119,6 +129,7 @@ def summarise_cell(
     reasons = invalid_reasons(evidence)
     overloaded = unstable(reasons)
     growth = backlog_growth(records)
+    waits = kv_waits(cell.samples, records, kv_tokens)
     return {
         "offered_qps": cell.key.offered_qps,
         "repeat": cell.key.repeat,
@@ -156,6 +167,7 @@ def summarise_cell(
         "loop_lag_p99_ms": lag_ms,
         "backlog_slope_rps": backlog_slope_rps(records),
         "backlog_growth_per_arrival": growth.per_arrival if growth else None,
+        "kv_waits": asdict(waits) if waits else None,
         "metrics": cell.facts["metrics"],
     }
 

@@ -159,20 +159,24 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
 
 
 def engine_table(summary: Mapping[str, Any]) -> Table:
-    """What bound each cell: KV usage, requests waiting, preemptions, prefix hits.
-
-    vLLM counts all that wait to be scheduled as waiting for "capacity", be it KV blocks or a place in the batch.
-    """
+    """What bound each cell: KV usage, requests waiting and for what (see kv_waits.py), preemptions, prefix hits."""
     head = ["arm", "QPS", "repeat", "running max", "waiting max", "waiting to be scheduled, mean", "max"]
-    head += ["KV usage max", "preemptions", "prefix hits"]
+    head += ["KV usage max", "preemptions", "prefix hits", "waiting for KV / otherwise, of samples"]
     columns = ("running_max", "waiting_max", "waiting_capacity_mean", "waiting_capacity_max", "kv_usage_max")
     counters = ("preemptions_delta", "prefix_hits_delta")
     rows = [
         [arm["name"], f"{cell['offered_qps']:g}", str(cell["repeat"])]
         + [_number(cell["metrics"][name], ".3g") for name in columns + counters]
+        + [_kv_waits(cell["kv_waits"])]
         for arm, cell in each_cell(summary)
     ]
     return Table(head, rows, _flagged(summary))
+
+
+def _kv_waits(waits: Mapping[str, int] | None) -> str:
+    if waits is None:
+        return "unknown"
+    return f"{waits['kv']} / {waits['waiting'] - waits['kv']} of {waits['samples']}"
 
 
 PAIRED_NOTE = (

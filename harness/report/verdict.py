@@ -33,7 +33,7 @@ def findings(summary: Summary) -> list[Finding]:
         return [Finding("Trust", "No arm was measured.", "bad")]
     first, *others = (arm["name"] for arm in summary["arms"])
     speed = [_speed(summary, first, other) for other in others]
-    return [*speed, _rates(summary), *_capacity(summary), _trust(summary)]
+    return [*speed, _rates(summary), *_capacity(summary), *_kv_waits(summary), _trust(summary)]
 
 
 def _speed(summary: Summary, first: str, other: str) -> Finding:
@@ -170,6 +170,32 @@ def _capacity(summary: Summary) -> Iterator[Finding]:
             f" {first['name']} at {at} ({other['kv_tokens']:,} against {first['kv_tokens']:,}).",
             "sure" if equal else "open",
         )
+
+
+def _kv_waits(summary: Summary) -> Iterator[Finding]:
+    """At the highest rate measured in every arm: in which share of the samples the KV cache held requests up."""
+    told = {arm["name"]: [cell for cell in arm["cells"] if cell["kv_waits"]] for arm in _measured(summary)}
+    rates = [{cell["offered_qps"] for cell in cells} for cells in told.values()]
+    if not (common := set.intersection(*rates) if rates else set()):
+        return
+    rate = max(common)
+    held, other = [], []
+    for name, cells in told.items():
+        waits = [cell["kv_waits"] for cell in cells if cell["offered_qps"] == rate]
+        samples, waiting, kv = (sum(part[key] for part in waits) for key in ("samples", "waiting", "kv"))
+        held.append(f"{kv} of {samples} ({name})")
+        other.append(f"{waiting - kv} ({name})")
+    text = (
+        f"At {rate:g} QPS, the highest rate measured in every arm, looked at once a second: the next prompt waited"
+        f" and did not fit into the free KV cache in {', '.join(held)} samples; it waited though it fitted in"
+        f" {', '.join(other)}."
+    )
+    yield Finding("Waiting for the KV cache", text, "sure")
+
+
+def _measured(summary: Summary) -> list[Mapping[str, Any]]:
+    """The arms that have cells."""
+    return [arm for arm in summary["arms"] if arm["cells"]]
 
 
 def _trust(summary: Summary) -> Finding:

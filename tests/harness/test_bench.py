@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import record as request
 
 from harness.arms import Arm
 from harness.baseline import Baseline, spread
 from harness.cli import main
 from harness.errors import UserError
-from harness.launches import flags_of, launch_order, what_bound
+from harness.launches import flags_of, launch_order
 from harness.load import RequestRecord
 from harness.stats import percentile
 from harness.store import RunStore
@@ -295,52 +294,6 @@ def test_unloaded_requests_cover_the_lengths() -> None:
     every = sorted(len(request.prompt) for request in trace.requests)
     assert lengths == every[1::3]
     assert len(spread(trace.requests, 99)) == 24
-
-
-@pytest.mark.parametrize(
-    ("seen", "verdict"),
-    [
-        ([(0.5, 0), (0.97, 3)], "KV capacity bound it (in 1 of 2 samples, at 1 Hz, requests waited while KV"),
-        ([(0.97, 0), (0.97, 0)], "computation, not KV capacity, bound it"),
-        ([(0.60, 2)], "computation, not KV capacity, bound it (in 0 of 1 samples"),
-        (
-            [(0.97, 0), (0.3, 4)],
-            "computation, not KV capacity, bound it",
-        ),  # full and waiting, but not together
-        (
-            [(0.60, 2), (0.5, 0)],
-            "KV usage up to 0.60; 1.00 requests waiting to be scheduled on average, at most 2",
-        ),
-        ([(None, 1), (0.9, None)], "unknown"),
-        ([], "unknown"),
-    ],
-)
-def test_note_on_what_bound(seen: list[tuple[float | None, float | None]], verdict: str) -> None:
-    samples = [{"kv_usage": usage, "waiting_capacity": waiting} for usage, waiting in seen]
-    assert verdict in what_bound("tp2", 2.4, samples)
-
-
-@pytest.mark.parametrize(
-    ("t_s", "running", "bound"),
-    [
-        (3.0, 1, "KV capacity bound it (in 1 of 1"),  # the first decodes alone, and the others wait
-        (1.0, 1, "computation, not"),  # the first is being prefilled
-        (3.0, 2, "computation, not"),  # beside it another one is
-        (3.0, 0, "computation, not"),
-        (9.0, 1, "computation, not"),  # the first has ended: what runs is being prefilled
-    ],
-)
-def test_a_request_that_waits_while_nothing_is_prefilled_waits_for_capacity(
-    t_s: float, running: int, bound: str
-) -> None:
-    """The first of three answers from 2 to 8 s; the cache is half full, and one more prompt does not fit."""
-    records = [
-        request(0, 2.0, due_s=0.0, done_s=8.0),
-        request(1, None, due_s=0.5, done_s=None),
-        request(2, None, due_s=0.6, done_s=None),
-    ]
-    sample = {"t_s": t_s, "running": running, "kv_usage": 0.5, "waiting_capacity": 3 - running}
-    assert bound in what_bound("tp2", 0.25, [sample], records)
 
 
 def test_launches_alternate() -> None:
