@@ -54,6 +54,7 @@ def install(device_type: str) -> None:
         sparse_mla_attention.SparseMLACommonMetadataBuilder,
     ):
         builder.__init__ = choosing(builder.__init__)
+        builder.build = loading(builder.build)
 
 
 def state() -> dict[str, str] | None:
@@ -75,8 +76,10 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a metadata builder's `__init__`: its gathering manager also holds the choice, as `prefill_kv`."""
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
+    def __init__(
+        self: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, *more: Any, **named: Any
+    ) -> None:
+        init(self, kv_cache_spec, layer_names, vllm_config, *more, **named)
         if self.dcp_world_size > 1 and self._prefill_backend is not None:
             choice = self.dcp_manager.prefill_kv = choice_for(self)
             if choice.source is None and choice.verified:
@@ -89,8 +92,48 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
             if choice.source is not None and not choice.verified:
                 # Rows come straight from the paged cache: nothing reads vLLM's gather buffers, so give them back.
                 self.chunked_prefill_workspace = self.chunked_prefill_workspace[:0].clone()
+            if choice.source is not None:
+                self.unloaded = vllm_config.compilation_config.static_forward_context[layer_names[0]]
 
     return __init__
+
+
+def loading(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a metadata builder's `build`: by its first call the KV cache is bound, and nothing is being captured yet."""
+
+    @functools.wraps(build)
+    def build_loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, "unloaded", None)
+        if layer is not None and layer.kv_cache.numel():
+            self.unloaded = None
+            load(self.dcp_manager.prefill_kv, layer.kv_cache, self.dcp_manager.group)
+        return build(self, *args, **kwargs)
+
+    return build_loaded
+
+
+def load(choice: Choice, cache: torch.Tensor, group: Any) -> None:
+    """Gather one row a rank, and forget it: the first context chunk would else wait for compilers. Collective.
+
+    Args:
+        cache: [blocks, block_size, L + P], the paged cache of a layer.
+        group: vLLM's coordinator of the ranks.
+    """
+    assert choice.source is not None
+    ranks, device = group.world_size, cache.device
+    [chunk] = upload(
+        [([1], [[1] * ranks], [0])],
+        rank=group.rank_in_group,
+        world_size=ranks,
+        device=device,
+        tiles=choice.scaled,
+        gathered=choice.source.needs_gathered_rows,
+    )
+    table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    scale = torch.ones(1, device=device) if choice.scaled else None
+    choice.source.gather(
+        cache.view(torch.float8_e4m3fn) if choice.scaled else cache, table, chunk, slot=0, scale=scale
+    )
 
 
 def choice_for(builder: Any) -> Choice:

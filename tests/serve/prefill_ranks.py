@@ -278,6 +278,8 @@ def rank_main(rank: int, world_size: int, transport: str, name: str, store: str)
             )
         assert made.transport == ("shared" if transport in ("auto", "verify") else transport)
         context.dcp_manager.prefill_kv = made
+        if made.source is not None:
+            hook.load(made, cache, context.dcp_manager.group)
         published = impl._context_parallel_compute_prefill_context
         if transport == "verify":
             run(published)

@@ -33,11 +33,11 @@ def test_a_layer_that_gathers_no_context_has_no_publisher() -> None:
     """A sparse one whose backend has no dense prefill."""
 
     class Builder:
-        def __init__(self) -> None:
+        def __init__(self, *arguments: Any) -> None:
             self.dcp_world_size, self._prefill_backend, self.dcp_manager = 2, None, SimpleNamespace()
 
     Builder.__init__ = hook.choosing(Builder.__init__)  # type: ignore[method-assign]
-    assert not vars(Builder().dcp_manager)
+    assert not vars(Builder(None, ["layer"], None).dcp_manager)
 
 
 def test_the_layers_own_cache_dtype_counts_and_all_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +101,16 @@ def test_switches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verify.SWITCH, "yes")
     with pytest.raises(Exception, match="KIMI_K3_VERIFY_PREFILL_KV='yes' is not known; use 0 or 1"):
         verify.asked()
+
+
+def test_kernels_are_loaded_once_the_cache_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first metadata that is built after the KV cache was bound; never twice."""
+    loaded: list[Any] = []
+    monkeypatch.setattr(hook, "load", lambda *arguments: loaded.append(arguments))
+    layer = SimpleNamespace(kv_cache=torch.empty(0))
+    builder = SimpleNamespace(unloaded=layer, dcp_manager=SimpleNamespace(prefill_kv="choice", group="group"))
+    build = hook.loading(lambda self, value: value)
+    assert build(builder, 1) == 1 and not loaded
+    layer.kv_cache = torch.empty(2, 4, 576)
+    assert [build(builder, value) for value in (2, 3)] == [2, 3]
+    assert loaded == [("choice", layer.kv_cache, "group")]
