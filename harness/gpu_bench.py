@@ -60,12 +60,12 @@ class Load:
 WHOLE = Load("0.5,0.7,0.9,1.0,1.15", requests=60, cohort_size=5, output_tokens=400, kv_bytes=0)
 """Rates around the source's crossing; the KV cache is what the image's profile leaves for it."""
 SLICES = {
-    "kimi-k3": Load("0.15,0.3", requests=10, cohort_size=5, output_tokens=32, kv_bytes=GIB),
-    "mla": Load("0.1,0.2", requests=10, cohort_size=5, output_tokens=32, kv_bytes=round(3.6 * GIB)),
+    "kimi-k3": Load("0.15,0.3", requests=20, cohort_size=5, output_tokens=32, kv_bytes=GIB),
+    "mla": Load("0.1,0.2", requests=20, cohort_size=5, output_tokens=32, kv_bytes=round(3.6 * GIB)),
 }
 SLICE_RANKS = 2
-"""One rate far below what so many H200 serve of the slice, and one near it; TP2 keeps about 420,000 tokens: three of
-the longest prompts are more."""
+"""One rate far below what so many H200 serve of the slice, and one near it, with enough requests for a growing backlog
+to show (validity.py). TP2 keeps about 420,000 tokens: three of the longest prompts are more."""
 PARITY_LENGTHS = (40, 513, 1800, 4100, 9000, 20_000, 33_000, 60_000)
 """Around blocks and chunks of 8,192 tokens, and across several of them."""
 
