@@ -49,7 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_bytes": 800_000_000,
         "backend": "PEER_FLASHMLA",
     },
-    "fp8-kimi": {"slice": "kimi", "kv_cache_dtype": "fp8", "kv_bytes": 800_000_000, "refusal": REFUSAL},
+    "fp8-kimi": {
+        "slice": "kimi",
+        "kv_cache_dtype": "fp8",
+        "kv_bytes": 800_000_000,
+        "attention_config": {"use_prefill_query_quantization": True},
+        "refusal": REFUSAL,
+    },
     "cpu": {"slice": "cpu", "kv_bytes": 64 << 20, "backend": "CPU_MLA"},
 }
 ON_GPUS = [name for name in CASES if name != "cpu"]
@@ -143,6 +149,8 @@ def engine_of(case: dict[str, Any], model: Path, tokens: int) -> Any:
         own |= {"distributed_executor_backend": "mp"}
     if "backend" in case:  # else what vLLM chooses
         own["attention_backend"] = case["backend"]
+    if "attention_config" in case:
+        own["attention_config"] = case["attention_config"]
     return LLM(
         model=str(model),
         skip_tokenizer_init=True,
