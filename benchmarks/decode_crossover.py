@@ -124,7 +124,7 @@ def ways(
 
 
 def attention(caches: torch.Tensor, heads: int, world: int, rank: int) -> Any:
-    """vLLM's FLASH_ATTN_MLA decode over one rank's caches [caches, B, rows, 576]: (cache, rope, nope) -> output, LSE."""
+    """vLLM's FLASH_ATTN_MLA decode over one rank's caches [N, B, rows, 576]: (cache, rope, nope) -> output, LSE."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_scheduler_metadata
 
     _, batch, rows, _ = caches.shape
