@@ -96,13 +96,16 @@ class Arm:
         """What an engine on GPUs is started with beyond its topology."""
         return _TENSOR if self.dcp == 1 else _CONTEXT[self.name.partition("-")[2]]
 
-    def require_proof(self, proofs: Sequence[Proof], *, used: bool = False, gpu: bool = False) -> None:
-        """Raises UserError unless every rank proves this topology and our backend.
+    def require_proof(
+        self, proofs: Sequence[Proof], *, used: bool = False, gpu: bool = False, variant: bool = True
+    ) -> None:
+        """Raises UserError unless every rank proves this topology and, but without `variant`, our backend.
 
         With `used`, the code paths of DCP must have run as well.
         """
         if gpu:
-            features, paths = GPU_FEATURES + self.variant.features, self.variant.paths
+            features = GPU_FEATURES + (self.variant.features if variant else ())
+            paths = self.variant.paths if variant else ()
         else:
             sharded = self.dcp > 1
             features = CPU_FEATURES + (DCP_FEATURES if sharded else ())

@@ -13,7 +13,6 @@ Grade: research for docker, of which planning, --dry-run and the refusals are te
 """
 
 import argparse
-import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
@@ -124,8 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         plan = docker_plan(arguments, profile, arms)
         print(plan.describe())
         if not arguments.dry_run:
-            asyncio.run(docker_pair.carry_out(plan))
-            print(f"\nresults are in {plan.out}")
+            carry_out(docker_pair.DockerRun(plan), plan.out, json=arguments.json)
         return
     arguments.arms = ",".join(names)
     options, resident = resident_plan(arguments, profile, arms)

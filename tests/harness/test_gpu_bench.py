@@ -114,6 +114,7 @@ def test_docker_plan_prints_every_step_and_does_none(count: int, tmp_path: Path)
         f"x@sha256:1 serve --profile slice-h200-{count} --topology dcp{count} --model /model" in done.stdout
     )
     assert "--env KIMI_K3_PREFILL_KV=stock" in done.stdout
+    assert f"--volume {out}/proof/tp{count}:/proof:rw" in done.stdout and "--proof-dir /proof" in done.stdout
     assert "--gpus all" in done.stdout and "--ulimit memlock=-1" in done.stdout
     assert not out.exists()
 
@@ -125,6 +126,7 @@ def test_docker_plan_of_the_whole_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "x@sha256:1 serve --profile b300-8 --topology dcp8 --model /model" in done.stdout
     assert "kimi_k3_seeded" not in done.stdout
+    assert "--proof-dir /proof" in done.stdout and "ProvenGPUWorker" in done.stdout
     assert done.stdout.count("  cell ") == 4 and "about 6 min of load" in done.stdout
 
 
