@@ -58,6 +58,8 @@ class CompletionAnswer:
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None:
         self.first_byte_s, self.http_status = now, status
+        if location := headers.get(b"location"):
+            self._error_body = b"redirected to " + location + b" "
         if (encoding := headers.get(b"content-encoding", b"identity")) != b"identity":
             self.end(STREAM_ERROR, f"the answer is encoded as {encoding.decode('latin-1')}, unasked", now)
 

@@ -200,13 +200,13 @@ def refusal(records: Sequence[RequestRecord], of: int = 3) -> str | None:
     """Why the server evidently cannot serve this cell, or None.
 
     It cannot when each of the first three of the cell's `of` requests could not connect or was answered with
-    a 4xx.
+    a redirection or a 4xx.
     """
     first = records[:3]
     if len(first) < min(3, of):
         return None
     for record in first:
-        rejected = record.status == HTTP_ERROR and 400 <= (record.http_status or 0) < 500
+        rejected = record.status == HTTP_ERROR and 300 <= (record.http_status or 0) < 500
         if not rejected and record.status != CONNECT_ERROR:
             return None
     return first[0].error

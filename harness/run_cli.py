@@ -3,9 +3,10 @@
 
 import argparse
 import asyncio
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from harness.sla import Limits, Rule
 from harness.store import RunStore, new_arm, new_manifest
 from harness.sweep import measure
 from harness.trace import Trace, load_trace
+
+MUST_AGREE = ("limits", "fixed_cohort", "shared_cores", "no_preemption")
+"""Facts of the manifest in which a run and its resumption may not differ."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -58,6 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         manifest["no_preemption"] = arguments.no_preemption
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
+        _require_same_run(store, manifest)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
         finally:
@@ -72,6 +77,23 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         JsonEvents(sys.stdout).tell("done", dir=str(store.path), cells=kept, complete=complete)
     _require_answers(store)
+
+
+def _require_same_run(store: RunStore, asked: Mapping[str, Any]) -> None:
+    """Raises UserError where a resumed run was begun with other arms or other rules than are asked for now."""
+    begun = store.manifest
+    names = {name: [arm["name"] for arm in run["arms"]] for name, run in (("begun", begun), ("asked", asked))}
+    if more := [name for name in names["asked"] if name not in names["begun"]]:
+        raise UserError(
+            f"{store.path} was begun with the arms {', '.join(names['begun'])}, without {', '.join(more)};"
+            " resume it with its own arms, or choose another --out"
+        )
+    for fact in MUST_AGREE:
+        if begun.get(fact) != json.loads(json.dumps(asked.get(fact))):
+            raise UserError(
+                f"{store.path} was begun with {fact.replace('_', ' ')} {json.dumps(begun.get(fact))};"
+                " resume it with the same, or choose another --out"
+            )
 
 
 def _require_answers(store: RunStore) -> None:

@@ -229,7 +229,7 @@ class RunStore:
 def check_arm_name(name: str) -> str:
     """An arm's name goes into file names and tables: letters, digits, `.`, `+` and `-`."""
     if not _ARM_NAME.fullmatch(name):
-        raise UserError(f"arm name {name!r} is not usable; use letters, digits, '.', '+' and '-'")
+        raise UserError(f"arm name {name!r} is not usable; use ASCII letters, digits, '.', '+' and '-'")
     return name
 
 
@@ -370,6 +370,8 @@ def whole(path: Path) -> Iterator[Path]:
         yield partial
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         cause = os.strerror(error.errno) if error.errno else one_line(str(error))
         raise UserError(
             f"cannot write {path}: {cause}; free some space, what was measured is kept"

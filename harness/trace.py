@@ -174,6 +174,8 @@ def load_trace(path: Path) -> Trace:
     try:
         content = path.read_bytes()
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+        if not lines:
+            raise UserError(f"trace {path} is empty; make one with `harness trace make`")
         header, *rows = (orjson.loads(line) for line in lines)
         expected = header.pop("sha256")
         scale = float(header["scale"])

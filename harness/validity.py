@@ -188,6 +188,8 @@ def _wrong_span(evidence: Evidence) -> Iterator[str]:
         return
     due, dispatched = zip(*sent, strict=True)
     wanted, found = max(due) - min(due), max(dispatched) - min(dispatched)
+    if len(sent) > 1 and wanted <= SPAN_FLOOR_S:
+        yield f"the trace spans {wanted:.2g} s at this rate, which is no schedule but one burst"
     if abs(found - wanted) > max(SPAN_FLOOR_S, SPAN_TOLERANCE * wanted):
         yield f"requests were dispatched over {found:.3f} s, the trace spans {wanted:.3f} s"
 

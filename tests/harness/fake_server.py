@@ -25,6 +25,7 @@ class Script:
     gap_s: float = 0.0  # between tokens
     status: int = 200
     body: str = ""  # of an answer that is not 200
+    headers: dict[str, str] = field(default_factory=dict)  # likewise
     role_chunk: bool = False  # a first chunk without a token
     continuous_usage: bool = True
     final_usage: bool = True
@@ -84,7 +85,7 @@ class FakeServer:
         self.bodies.append(body)
         script = self.script if isinstance(self.script, Script) else self.script(index, body)
         if script.status != 200:
-            return web.Response(status=script.status, text=script.body)
+            return web.Response(status=script.status, text=script.body, headers=script.headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await self._stream(script, body, request, response)

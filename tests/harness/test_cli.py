@@ -311,6 +311,10 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
         assert told == [(40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 0.2 s: 30 halves the boundary
         assert events[-1]["event"] == "done" and events[-1]["cells"] == 3
         code, _, err = await harness(*words, *arm, "--rates", "50", "--model", "other", "--resume")
-    assert "cells are never mixed" in error_line(code, err), err
+        assert "cells are never mixed" in error_line(code, err), err
+        code, _, err = await harness(*words, "--arm", f"b={server.url}", "--rates", "50", "--resume")
+        assert "was begun with the arms a, without b" in error_line(code, err), err
+        code, _, err = await harness(*words, *arm, "--rates", "50", "--sla", "1,2", "--resume")
+        assert "was begun with limits {" in error_line(code, err), err
     cells = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
     assert [cell["offered_qps"] for cell in cells] == [20.0, 30.0, 40.0]

@@ -103,6 +103,14 @@ async def test_stop_keeps_what_was_measured() -> None:
     assert run.records[999].dispatched_s is None
 
 
+async def test_a_redirection_says_where_to() -> None:
+    moved = Script(status=307, headers={"Location": "https://other:443/v1"})
+    async with FakeServer(moved) as server:
+        run = await run_cell(target(server), small_trace(requests=100), spec(20.0))
+    assert run.aborted
+    assert refusal(run.records) == "HTTP 307: redirected to https://other:443/v1"
+
+
 async def test_a_cell_that_the_server_refuses_is_stopped() -> None:
     async with FakeServer(Script(status=400, body="no such model")) as server:
         run = await run_cell(target(server), small_trace(requests=100), spec(20.0))

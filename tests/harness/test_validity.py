@@ -63,6 +63,12 @@ def test_dispatch_span() -> None:
     assert "requests were dispatched over 23.299 s, the trace spans 23.000 s" in reasons(late)
 
 
+def test_a_rate_that_makes_one_burst_of_the_trace() -> None:
+    burst = [replace(r, due_s=1e-6 * i, dispatched_s=1e-6 * i) for i, r in enumerate(SERVED)]
+    assert any("no schedule but one burst" in reason for reason in reasons(burst))
+    assert not any("burst" in reason for reason in reasons(SERVED[:1]))
+
+
 def test_prompt_tokens() -> None:
     wrong = [replace(SERVED[0], server_prompt_tokens=11), *SERVED[1:]]
     assert reasons(wrong) == ["server counted other prompt tokens in 1 requests (r0000: 11, trace 10)"]
