@@ -11,7 +11,6 @@ reach each other, take vLLM's collectives over NCCL, and the log says why.
 """
 
 import functools
-import math
 import os
 from typing import Any
 
@@ -26,6 +25,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from kimi_k3_serve.attention.peer_exchange import TIMEOUT, Geometry, PeerExchange
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
+from kimi_k3_serve.symmetric.deadline import limit_s
 
 logger = init_logger(__name__)
 
@@ -170,22 +170,6 @@ def max_tokens(config: Any) -> int:
     return int(asked)
 
 
-def timeout_s() -> float:
-    """How long an eager launch waits for the other ranks, in seconds; 0: for ever.
-
-    Raises:
-        ValueError: the environment asks for something else than a number of at least 0.
-    """
-    asked = os.environ.get(TIMEOUT)
-    try:
-        seconds = DEFAULT_TIMEOUT_S if asked is None else float(asked)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{TIMEOUT}={asked!r} is not a number of seconds, 0 or more")
-    return seconds
-
-
 @functools.cache
 def decode_collectives(
     group: Any, geometry: Geometry, transports: tuple[str, ...], base_e: bool
@@ -206,7 +190,7 @@ def decode_collectives(
         geometry.max_tokens,
         nbytes / 2**20,
     )
-    exchange = PeerExchange(region, geometry, timeout_s=timeout_s())
+    exchange = PeerExchange(region, geometry, timeout_s=limit_s(TIMEOUT, DEFAULT_TIMEOUT_S))
     if exchange.on_gpu:
         exchange.load(base_e=base_e)
     return DecodeCollectives(group, exchange)

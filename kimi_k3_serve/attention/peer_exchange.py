@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers of a peer exchange and its two calls: `gather` before attention, `merge` after it. No vLLM here."""
 
-import logging
 import math
-import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +10,14 @@ import triton.language as tl
 
 from kimi_k3_serve.attention import peer_kernels
 from kimi_k3_serve.publish.launch import Launch
+from kimi_k3_serve.symmetric.deadline import Deadline
 from kimi_k3_serve.symmetric.region import Region, addresses, view
-
-logger = logging.getLogger("vllm.kimi_k3_serve.peer_decode")
 
 ALIGNMENT = 128
 TIMEOUT = "KIMI_K3_PEER_DECODE_TIMEOUT_S"
 BLOCKS = 128  # upper bound of a grid: small blocks, all resident at once on any data-centre GPU
 ROWS = 8  # heads a block moves at a time when there are many
 FLAG_BYTES = peer_kernels.FLAG_BYTES.value
-
-
-class PeerTimeout(RuntimeError):
-    """A rank did not come to a gather or merge in time. The engine cannot go on: its peers' values are missing."""
 
 
 @dataclass(frozen=True)
@@ -74,36 +66,24 @@ class PeerExchange:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank.
         blocks: grid of a launch, at most BLOCKS; equal on all ranks.
-        timeout_s: how long a launch outside a CUDA graph waits for the others; 0: for ever.
+        timeout_s: how long a launch waits for the others; 0: for ever.
         """
-        self.region, self.geometry, self.timeout_s = region, geometry, timeout_s
+        self.region, self.geometry = region, geometry
         self.rank, self.world_size = region.rank, region.world_size
         self.blocks = min(blocks, BLOCKS)
         self.parts = geometry.layout(self.world_size)
         own = region.peers[self.rank]
         if own.numel() < geometry.nbytes(self.world_size):
             raise ValueError(f"region of {own.numel()} bytes; {geometry.nbytes(self.world_size)} are needed")
+        if self.world_size > FLAG_BYTES // 8:
+            raise ValueError(f"{self.world_size} ranks; the flags of a block hold {FLAG_BYTES // 8}")
         self.on_gpu = own.is_cuda
-        self.own_flags()
         self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
         # [ubatch, gather or merge, (epoch, blocks that have signalled)]
         self.state = torch.zeros(geometry.ubatches, 2, 2, dtype=torch.int64, device=own.device)
-        # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
-        # On the host by name: vLLM builds its layers with a GPU as the default device.
-        self.report = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self.on_gpu)
-        self.reported = self.report.numpy()
+        self.deadline = Deadline(timeout_s, self.late, on_gpu=self.on_gpu)
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}
-        if self.on_gpu and timeout_s:
-            threading.Thread(target=self.watch, name="peer-decode-watch", daemon=True).start()
-
-    def own_flags(self) -> None:
-        """Nobody waits for itself."""
-        own = self.region.peers[self.rank]
-        for ubatch in range(self.geometry.ubatches):
-            for part in ("gather_flags", "merge_flags"):
-                flags = view(own, self.offset(part, ubatch), (BLOCKS, FLAG_BYTES // 8), torch.int64)
-                flags[:, self.rank] = peer_kernels.OWN
 
     def offset(self, part: str, ubatch: int) -> int:
         return ubatch * self.parts["end"][0] + self.parts[part][0]
@@ -119,7 +99,7 @@ class PeerExchange:
             [B, W * H, latent + rope] in symmetric memory, rank-major heads; holds until the next gather.
 
         Raises:
-            PeerTimeout: a rank did not come to an earlier call.
+            RendezvousTimeout: a rank did not come to an earlier call.
         """
         g, tokens = self.geometry, nope.shape[0]
         self.check(nope, (tokens, g.heads, g.latent), g.query_dtype)
@@ -135,7 +115,7 @@ class PeerExchange:
             self.offset("gather_flags", ubatch),
             self.offset("query", ubatch),
             self.state.data_ptr() + ubatch * 32,
-            *self.patience(),
+            *self.deadline.arguments(),
             tokens,
             g.heads,
         )
@@ -169,7 +149,8 @@ class PeerExchange:
             [B, H, latent], a new tensor.
 
         Raises:
-            PeerTimeout: a rank did not come to an earlier call.
+            RendezvousTimeout: a rank did not come to an earlier call.
+            ValueError: shapes, dtypes or strides that do not fit; one of seq_lens and query_start_loc alone.
         """
         g, tokens, world = self.geometry, partial.shape[0], self.world_size
         self.check(partial, (tokens, world * g.heads, g.latent), g.output_dtype)
@@ -177,14 +158,21 @@ class PeerExchange:
             raise ValueError(f"LSE of shape {tuple(lse.shape)} for outputs of shape {tuple(partial.shape)}")
         partial = aligned(partial)
         merged = torch.empty(tokens, g.heads, g.latent, dtype=partial.dtype, device=partial.device)
-        requests, lens, starts = 0, 0, 0
-        if seq_lens is not None and query_start_loc is not None:
+        requests, lens, starts, masked = 0, 0, 0, False
+        if seq_lens is not None and query_start_loc is not None and len(query_start_loc) == len(seq_lens) + 1:
             seq_lens, query_start_loc = seq_lens.int(), query_start_loc.int()
-            requests, lens, starts = seq_lens.shape[0], seq_lens.data_ptr(), query_start_loc.data_ptr()
+            requests, lens, starts, masked = (
+                len(seq_lens),
+                seq_lens.data_ptr(),
+                query_start_loc.data_ptr(),
+                True,
+            )
+        elif seq_lens is not None or query_start_loc is not None:
+            raise ValueError("empty shards need seq_lens [n] and query_start_loc [n + 1], both or neither")
         grid, rows = self.grid(tokens)
         # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
         seqs = power_of_two(max(g.max_tokens, requests))
-        key = (rows, lse.dtype, base_e, seq_lens is not None, seqs)
+        key = (rows, lse.dtype, base_e, masked, seqs)
         launch = self.launches.get(key) or self.merging(*key)
         launch(
             grid,
@@ -200,7 +188,7 @@ class PeerExchange:
             self.offset("received", ubatch),
             self.offset("received_lse", ubatch),
             self.state.data_ptr() + ubatch * 32 + 16,
-            *self.patience(),
+            *self.deadline.arguments(),
             tokens,
             g.heads,
             g.max_tokens,
@@ -256,34 +244,13 @@ class PeerExchange:
         each = 16 // tensor.itemsize
         return tensor.data_ptr(), tensor.stride(0) // each, tensor.stride(1) // each
 
-    def patience(self) -> tuple[int, int]:
-        """Where a wait that has lasted too long is reported, and after how many nanoseconds; 0: never.
-
-        A captured launch waits without a limit: its graph may be replayed long after its peers' last step.
-
-        Raises:
-            PeerTimeout: one is reported already.
-        """
-        if int(self.reported[0]):
-            raise PeerTimeout(self.late())
-        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        return self.report.data_ptr(), 0 if captured else int(self.timeout_s * 1e9)
-
-    def late(self) -> str:
-        """The report in words."""
-        missing, last, epoch, place = self.reported.tolist()
+    def late(self, missing: int, last: int, epoch: int, place: int) -> str:
         ubatch, offset = divmod(place, self.parts["end"][0])
         step = "merge" if offset >= self.parts["merge_flags"][0] else "query gather"
         return (
-            f"rank {self.rank}: rank {missing - 1} did not come to {step} {epoch} of ubatch {ubatch} within "
-            f"{self.timeout_s:g} s (its last was {last}); see that rank's log, or raise {TIMEOUT}"
+            f"rank {self.rank}: rank {missing} did not come to {step} {epoch} of ubatch {ubatch} within "
+            f"{self.deadline.limit_s:g} s (its last was {last}); see that rank's log, or raise {TIMEOUT}"
         )
-
-    def watch(self) -> None:
-        """Name the missing rank in the log: the CUDA error that follows cannot."""
-        while not int(self.reported[0]):
-            time.sleep(1.0)
-        logger.critical("%s", self.late())
 
     def grid(self, tokens: int) -> tuple[int, int]:
         """Blocks of a launch, and rows a block moves at a time: the same on every rank."""

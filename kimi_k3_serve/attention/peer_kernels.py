@@ -7,10 +7,9 @@ W ranks call the same kernels in the same order with the same token count, so bl
 rows on every rank. A launch is a rendezvous, block by block:
 
 1. **push**    block b stores its rows into the other ranks' regions, through peer pointers;
-2. **signal**  it stores the launch's epoch into flag [b, rank] of every other rank: `release`, system scope, after a
-               block barrier, so whoever sees the epoch sees the rows of all threads of the block;
-3. **wait**    it polls its own region's flags [b, 0..W-1] with `acquire` until each holds at least this epoch; the
-               flag of this rank itself holds OWN from the beginning, later than any epoch;
+2. **signal**  it stores the launch's epoch into flag [b, rank] of every rank: `release`, system scope, after a block
+               barrier, so whoever sees the epoch sees the rows of all threads of the block;
+3. **wait**    it polls its own region's flags [b, 0..W-1] with `acquire` until each holds at least this epoch;
 4. **use**     what it waited for: the merge reads the others' partials of its rows, and its own where the attention
                kernel wrote them; the gather has nothing to do, its consumer is the next kernel on the stream, which
                starts when every block has waited.
@@ -37,10 +36,9 @@ out at a launch (`launch.py`), and no number of a batch compiles a kernel while 
 import triton
 import triton.language as tl
 
-from kimi_k3_serve.publish.kernel import await_signals, pointer
+from kimi_k3_serve.symmetric.device import await_signals, pointer, signal
 
 FLAG_BYTES = tl.constexpr(128)  # of a block, on a line of their own: up to 16 ranks
-OWN = 1 << 62
 
 
 @triton.jit
@@ -51,10 +49,9 @@ def rendezvous(
     """Signal and wait: after it, this block may read what the same block of every rank has pushed."""
     place = flags + tl.program_id(0) * FLAG_BYTES
     tl.debug_barrier()
-    for step in tl.static_range(W - 1):
-        signal = pointer(tl.load(peers + (RANK + 1 + step) % W) + place, tl.int64)
-        tl.atomic_xchg(signal + RANK, epoch, sem="release", scope="sys")
-    if tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+    signal(peers, place, epoch, RANK, W, LANES, PTX)
+    # What every block read of the state comes before what the last one writes there: `signal` has released it.
+    if tl.atomic_add(state + 1, 1, sem="acquire", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state, epoch)
     await_signals(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from kimi_k3_serve.projection import kernels
+from kimi_k3_serve.symmetric.deadline import Deadline
 from kimi_k3_serve.symmetric.region import Region, addresses
 
 MAX_ROWS = 8
+TIMEOUT = "KIMI_K3_PROJECTION_TIMEOUT_S"
 UNIT = 8  # bytes of payload that move as one; they take twice as many in a slot
 UNITS = 128  # units of a block: one a thread
 STEP = 512  # columns of the hidden state that a product takes at a time
@@ -51,10 +53,13 @@ class Geometry:
 class PeerGather:
     """One rank's side. Every rank makes the same calls in the same order; see `kernels` for the protocol."""
 
-    def __init__(self, region: Region, geometry: Geometry, transport: str = "peer") -> None:
+    def __init__(
+        self, region: Region, geometry: Geometry, transport: str = "peer", *, timeout_s: float = 0.0
+    ) -> None:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
         transport: how it was allocated.
+        timeout_s: how long a launch waits for the others; 0: for ever.
         """
         own = geometry.own_memory(region)
         self.region, self.geometry, self.transport = region, geometry, transport
@@ -62,6 +67,7 @@ class PeerGather:
         self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
         self.blocks = -(-self.world_size * (self.first + self.second) // UNITS)
         self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
+        self.deadline = deadline(self.rank, timeout_s, own)
         shape = (geometry.ubatches, geometry.rows, self.blocks)
         self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
 
@@ -136,6 +142,7 @@ class PeerGather:
             self.epochs[ubatch],
             ubatch * self.geometry.slots_bytes(self.world_size),
             self.rank,
+            *self.deadline.arguments(),
             FIRST=self.first,
             SECOND=self.second,
             ROWS=self.geometry.rows,
@@ -152,11 +159,14 @@ class PeerProjection:
     Has slots and epochs of its own, beside those of a `PeerGather`. Here too every rank makes the same calls.
     """
 
-    def __init__(self, region: Region, geometry: Geometry, inputs: int, *, step: int = STEP) -> None:
+    def __init__(
+        self, region: Region, geometry: Geometry, inputs: int, *, step: int = STEP, timeout_s: float = 0.0
+    ) -> None:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
         inputs: columns of the hidden state, a multiple of 16.
         step: of them that a block takes at a time, a power of two.
+        timeout_s: how long a launch waits for the others; 0: for ever.
         """
         own = geometry.own_memory(region)
         self.region, self.geometry, self.inputs = region, geometry, inputs
@@ -164,6 +174,7 @@ class PeerProjection:
         self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
         self.step = min(step, inputs & -inputs)
         self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
+        self.deadline = deadline(self.rank, timeout_s, own)
         shape = (geometry.ubatches, geometry.rows, self.first + self.second)
         self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
 
@@ -206,6 +217,7 @@ class PeerProjection:
             self.epochs[ubatch],
             ubatch * self.geometry.slots_bytes(self.world_size),
             self.rank,
+            *self.deadline.arguments(),
             K=self.inputs,
             STEP=self.step,
             FIRST=self.first,
@@ -218,6 +230,18 @@ class PeerProjection:
             num_warps=8,
         )
         return out.view(x.dtype)
+
+
+def deadline(rank: int, timeout_s: float, memory: torch.Tensor) -> Deadline:
+    """For the waits of a launch that gathers over `memory`."""
+
+    def words(missing: int, last: int, epoch: int, place: int) -> str:
+        return (
+            f"rank {rank}: rank {missing} did not come to gather {epoch} of a projection's row within {timeout_s:g} s; "
+            f"see that rank's log, or raise {TIMEOUT}"
+        )
+
+    return Deadline(timeout_s, words, on_gpu=memory.is_cuda)
 
 
 def power_of_two(number: int) -> int:

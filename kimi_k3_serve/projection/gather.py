@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.projection import b12x_row
-from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
+from kimi_k3_serve.projection.exchange import MAX_ROWS, TIMEOUT, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
+from kimi_k3_serve.symmetric.deadline import limit_s
 
 SWITCH = "KIMI_K3_PROJECTION_GATHER"
 USE_B12X = "VLLM_USE_B12X_DCP_A2A"
@@ -31,6 +32,7 @@ CHOICES = ("auto", "b12x", "peer", "collective")
 HALF = (torch.bfloat16, torch.float16)
 PRODUCT_ROWS = "KIMI_K3_PROJECTION_PRODUCT_ROWS"  # up to which product and gather are one launch; 0: never
 PEER_CAPABILITIES = (9, 10)  # compute capability, major
+DEFAULT_TIMEOUT_S = 600.0  # as NCCL's: a rank may compile kernels while the others wait
 
 
 class ProjectionGatherError(UserError):
@@ -312,7 +314,7 @@ def build_peer(
         return None, "; ".join(why.values())
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    peer = PeerGather(region, geometry, transport)
+    peer = PeerGather(region, geometry, transport, timeout_s=limit_s(TIMEOUT, DEFAULT_TIMEOUT_S))
     peer.warm_up()
     return peer, ""
 
@@ -324,6 +326,6 @@ def build_product(
     geometry = replace(peer.geometry, rows=rows)
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(peer.transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    product = PeerProjection(region, geometry, inputs)
+    product = PeerProjection(region, geometry, inputs, timeout_s=peer.deadline.limit_s)
     product.warm_up(dtype)
     return product

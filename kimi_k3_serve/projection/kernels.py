@@ -31,6 +31,8 @@ after another, in the order of their numbers, come to an end. Different ubatches
 import triton
 import triton.language as tl
 
+from kimi_k3_serve.symmetric.device import pointer
+
 
 @triton.jit
 def slot_of(epoch):
@@ -71,31 +73,59 @@ def push(address, payload, epoch, valid, PTX: tl.constexpr):
 
 
 @triton.jit
-def receive(address, epoch, valid, PTX: tl.constexpr):
-    """Read two words until both carry the epoch; the 8 bytes of payload, or 0 where not `valid`."""
+def receive(address, epoch, valid, source, report, limit_ns, PTX: tl.constexpr):
+    """Read two words until both carry the epoch; the 8 bytes of payload, or 0 where not `valid`.
+
+    After `limit_ns` nanoseconds (0: no limit) it ends the kernel instead, and `report`, the address of [4] int64 in
+    memory that the host can read when the context is lost, holds `source`, the missing rank, + 1 and in its third word
+    the epoch. The clock is asked at every 1024th poll only, and no thread asks another: waiting costs what it did.
+    """
     if PTX:
         payload = tl.inline_asm_elementwise(
             """
             {
                 .reg .pred again, valid;
-                .reg .b32 low, high, first, second;
-                .reg .b64 word<2>;
+                .reg .b32 low, high, first, second, polls, rest;
+                .reg .b64 word<2>, begun, now;
                 setp.ne.s32 valid, $3, 0;
                 mov.b32 low, 0;
                 mov.b32 high, 0;
+                mov.b32 polls, 0;
+                mov.b64 begun, 0;
             poll:
                 @valid ld.relaxed.sys.global.v2.b64 {word0, word1}, [$1];
                 @valid mov.b64 {low, first}, word0;
                 @valid mov.b64 {high, second}, word1;
                 setp.ne.and.s32 again, first, $2, valid;
-                @again bra poll;
+                @again bra stale;
                 setp.ne.and.s32 again, second, $2, valid;
+                @!again bra done;
+            stale:
+                add.u32 polls, polls, 1;
+                and.b32 rest, polls, 1023;
+                setp.ne.u32 again, rest, 0;
                 @again bra poll;
+                setp.eq.s64 again, $6, 0;
+                @again bra poll;
+                mov.u64 now, %globaltimer;
+                setp.eq.u64 again, begun, 0;
+                @again mov.b64 begun, now;
+                sub.u64 now, now, begun;
+                setp.lt.u64 again, now, $6;
+                @again bra poll;
+                cvt.s64.s32 now, $2;
+                st.global.b64 [$5+16], now;
+                add.s32 rest, $4, 1;
+                cvt.s64.s32 now, rest;
+                st.global.b64 [$5], now;
+                fence.acq_rel.sys;
+                trap;
+            done:
                 mov.b64 $0, {low, high};
             }
             """,
-            "=l,l,r,r",
-            [address, epoch, valid.to(tl.int32)],
+            "=l,l,r,r,r,l,l",
+            [address, epoch, valid.to(tl.int32), source, report, limit_ns],
             dtype=tl.int64,
             is_pure=False,
             pack=1,
@@ -105,10 +135,16 @@ def receive(address, epoch, valid, PTX: tl.constexpr):
         low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
         high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
         stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
-        while tl.sum(stale.to(tl.int32)) > 0:
+        elapsed = tl.full((), 0, tl.int64)
+        while (tl.sum(stale.to(tl.int32)) > 0) & ((limit_ns == 0) | (elapsed < limit_ns)):
             low = tl.atomic_add(word, 0, mask=valid, sem="relaxed", scope="sys")
             high = tl.atomic_add(word + 1, 0, mask=valid, sem="relaxed", scope="sys")
             stale = valid & (((low >> 32).to(tl.int32) != epoch) | ((high >> 32).to(tl.int32) != epoch))
+            elapsed += 100_000  # the interpreter has no clock; about what a poll takes it
+        if tl.sum(stale.to(tl.int32)) > 0:
+            words = pointer(report, tl.int64)
+            tl.store(words + 2, tl.max(tl.where(stale, epoch, -2147483648)).to(tl.int64))
+            tl.store(words, tl.min(tl.where(stale, source, 2147483647)).to(tl.int64) + 1)
         payload = (high << 32) | (low & 0xFFFFFFFF)
     return payload
 
@@ -117,7 +153,7 @@ def receive(address, epoch, valid, PTX: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         *("first_stride", "second_stride", "out_first_stride", "out_second_stride"),
-        *("slots_offset", "rank"),
+        *("slots_offset", "rank", "report", "limit_ns"),
     ],
     do_not_specialize_on_alignment=["first", "second", "out_first", "out_second", "epochs"],
 )
@@ -134,6 +170,8 @@ def gather_kernel(
     epochs,
     slots_offset,
     rank,
+    report: tl.int64,
+    limit_ns: tl.int64,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,6 +187,7 @@ def gather_kernel(
         bases: [WORLD_SIZE] int64, where each rank's symmetric memory begins.
         epochs: [ROWS, BLOCKS] int32 of this rank and ubatch.
         slots_offset: bytes from there to the ubatch's slots, [2, ROWS, WORLD_SIZE * (FIRST + SECOND), 16] bytes.
+        report, limit_ns: see `receive`.
     """
     OWN: tl.constexpr = FIRST + SECOND
     GATHERED: tl.constexpr = WORLD_SIZE * OWN
@@ -173,7 +212,7 @@ def gather_kernel(
     push(theirs, payload, stamp, valid, PTX)
 
     ours = tl.load(bases + rank) + place + item * 16
-    arrived = receive(ours, stamp, valid, PTX)
+    arrived = receive(ours, stamp, valid, other, report, limit_ns, PTX)
     tl.store(
         out_first + row * out_first_stride + other * FIRST + unit,
         arrived,
@@ -189,7 +228,8 @@ def gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "slots_offset", "rank"], do_not_specialize_on_alignment=["out", "epochs"]
+    do_not_specialize=["rows", "slots_offset", "rank", "report", "limit_ns"],
+    do_not_specialize_on_alignment=["out", "epochs"],
 )
 def project_kernel(
     x,
@@ -201,6 +241,8 @@ def project_kernel(
     epochs,
     slots_offset,
     rank,
+    report: tl.int64,
+    limit_ns: tl.int64,
     K: tl.constexpr,
     STEP: tl.constexpr,
     FIRST: tl.constexpr,
@@ -219,7 +261,7 @@ def project_kernel(
     Args:
         x: [rows, K]; weight: [4 * (FIRST + SECOND), K] contiguous, of the same half-precision dtype.
         out: int64, [rows, WORLD_SIZE * (FIRST + SECOND)] contiguous: all ranks' first parts, then their second parts.
-        bases, slots_offset: as for `gather_kernel`, in slots of this kernel's own.
+        bases, slots_offset, report, limit_ns: as for `gather_kernel`, in slots of this kernel's own.
         epochs: [ROWS, FIRST + SECOND] int32 of this rank and ubatch.
         M, WORLD_PADDED: `rows` and WORLD_SIZE, or more, as powers of two.
     """
@@ -253,7 +295,7 @@ def project_kernel(
     place = slots_offset + (((slot_of(epoch) * ROWS + row) * GATHERED + unit) * 16).to(tl.int64)[:, None]
     push(base + place + rank * OWN * 16, tl.broadcast_to(payload[:, None], shape), stamp, valid, PTX)
     ours = own_base + place + other * OWN * 16
-    arrived = receive(ours, stamp, valid, PTX)
+    arrived = receive(ours, stamp, valid, other, report, limit_ns, PTX)
     logical = tl.where(unit < FIRST, other * FIRST + unit, WORLD_SIZE * FIRST + other * SECOND + unit - FIRST)
     tl.store(out + row[:, None] * GATHERED + logical, arrived, mask=valid)
     tl.debug_barrier()  # every thread has read the counters

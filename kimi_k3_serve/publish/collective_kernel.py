@@ -8,7 +8,8 @@ As in `kernel.py` every argument is an integer, so that a compiled kernel is lau
 import triton
 import triton.language as tl
 
-from kimi_k3_serve.publish.kernel import pointer, scaled
+from kimi_k3_serve.publish.kernel import scaled
+from kimi_k3_serve.symmetric.device import pointer
 
 PACK = ("cache", "table", "chunk", "map_stride", "table_stride", "packed")
 

@@ -12,11 +12,7 @@ over what other processes have stored meanwhile. Addresses are bytes and multipl
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def pointer(address, WORD: tl.constexpr):
-    """To words at an address that is a multiple of 16."""
-    return tl.multiple_of(address.to(tl.pointer_type(WORD)), 16)
+from kimi_k3_serve.symmetric.device import await_signals, pointer, signal
 
 
 @triton.jit
@@ -48,26 +44,6 @@ def copy_16_bytes_to_all(source, destination, keep, PTX: tl.constexpr):
         kept = (keep != 0)[:, :, None]
         words = tl.load(source.to(tl.pointer_type(tl.int32))[:, :, None] + word, mask=kept, other=0)
         tl.store(destination.to(tl.pointer_type(tl.int32))[:, :, None] + word, words, mask=kept)
-
-
-@triton.jit
-def clock_ns():
-    """Nanoseconds, one value for all threads of a program: a loop that only some of them left would not end well."""
-    thread = tl.arange(0, 128)
-    own = tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,r", [thread], dtype=tl.int64, is_pure=False, pack=1
-    )
-    return tl.max(own, axis=0)
-
-
-@triton.jit
-def trap():
-    """End the kernel and the CUDA context with an error, once what this program has stored is out."""
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-    tl.debug_barrier()  # one thread has stored, and any thread's trap ends them all
-    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -122,51 +98,6 @@ def copy_rows(
             tl.store(pointer(tl.load(peers + peer) + offset, WORD) + place, rows, mask=kept)
     if SCALED:
         tl.store(pointer(out, OUT) + place, scaled(rows, scale, OUT), mask=kept)
-
-
-@triton.jit
-def await_signals(
-    signals,
-    epoch,
-    report,
-    limit_ns,
-    slot_offset,
-    WORLD_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Return when all WORLD_SIZE signals (pointer to int64) have reached `epoch`.
-
-    After `limit_ns` nanoseconds (0: no limit) it ends the kernel instead, and `report`, [4] int64 in memory that the
-    host can read when the context is lost, holds the missing rank + 1, its last epoch, `epoch` and `slot_offset`.
-    """
-    source = tl.arange(0, LANES)  # WORLD_SIZE rounded up to a power of two
-    real = source < WORLD_SIZE
-    begun = tl.full((), 0, tl.int64)
-    elapsed = tl.full((), 0, tl.int64)
-    # Adding nothing is a load with acquire semantics that every version of Triton has.
-    seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
-    behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)
-    if PTX:  # noqa: SIM102 (known when compiled; the next is not)
-        if behind > 0:
-            begun = clock_ns()
-    while (behind > 0) & ((limit_ns == 0) | (elapsed < limit_ns)):
-        seen = tl.atomic_add(signals + source, 0, mask=real, sem="acquire", scope="sys")
-        behind = tl.sum((real & (seen < epoch)).to(tl.int32), axis=0)
-        if PTX:
-            elapsed = clock_ns() - begun
-        else:
-            elapsed += 100_000  # the interpreter has no clock; about what a poll takes it
-    if behind > 0:
-        missing = tl.min(tl.where(real & (seen < epoch), source, LANES), axis=0)
-        last = tl.sum(tl.where(source == missing, seen, 0), axis=0)
-        words = pointer(report, tl.int64)
-        tl.store(words + 1, last)
-        tl.store(words + 2, epoch)
-        tl.store(words + 3, slot_offset)
-        tl.store(words, missing.to(tl.int64) + 1)
-        if PTX:
-            trap()
 
 
 PUBLISH = (
@@ -238,8 +169,6 @@ def publish_kernel(
     # For the last steps, which nothing then delays. Only the last program of this launch changes the epoch.
     counters = pointer(state, tl.int64)
     epoch = tl.load(counters) + 1
-    rank = tl.arange(0, LANES)
-    slots = tl.load(memories + rank, mask=rank < WORLD_SIZE, other=0) + slot_offset
     own = tl.load(memories + RANK) + slot_offset
     factor = 0.0
     if SCALED:
@@ -268,25 +197,22 @@ def publish_kernel(
     if finished == programs - 1:
         tl.store(counters + 1, 0)
         tl.store(counters, epoch)
-        signals = slots.to(tl.pointer_type(tl.int64)) + RANK
-        tl.atomic_xchg(
-            signals, epoch + tl.zeros_like(slots), mask=rank < WORLD_SIZE, sem="release", scope="sys"
-        )
+        signal(peers, slot_offset, epoch, RANK, WORLD_SIZE, LANES, PTX)
         if WAIT:
             await_signals(
                 pointer(own, tl.int64), epoch, report, limit_ns, slot_offset, WORLD_SIZE, LANES, PTX
             )
 
 
-WAIT = ("memory", "state", "report", "slot_offset", "limit_ns")
+WAIT = ("memory", "state", "slot_offset", "report", "limit_ns")
 
 
 @triton.jit(do_not_specialize=WAIT)
 def wait_kernel(
     memory: tl.int64,
     state: tl.int64,
-    report: tl.int64,
     slot_offset: tl.int64,
+    report: tl.int64,
     limit_ns: tl.int64,
     WORLD_SIZE: tl.constexpr,
     LANES: tl.constexpr,
@@ -309,7 +235,7 @@ def scale_run(plane, out, begin, rows, scale, WIDTH: tl.constexpr, ROWS: tl.cons
 
 
 SCALE = (
-    "memory", "state", "report", "slot_offset", "limit_ns", "chunk", "map_stride", "scale", "kv_c_out", "k_pe_out",
+    "memory", "state", "slot_offset", "report", "limit_ns", "chunk", "map_stride", "scale", "kv_c_out", "k_pe_out",
 )  # fmt: skip
 
 
@@ -317,8 +243,8 @@ SCALE = (
 def scale_kernel(
     memory: tl.int64,
     state: tl.int64,
-    report: tl.int64,
     slot_offset: tl.int64,
+    report: tl.int64,
     limit_ns: tl.int64,
     chunk: tl.int64,
     map_stride: tl.int64,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's side of the protocol: push rows and signal, then wait. In Triton, and in PyTorch for the CPU."""
 
-import logging
-import threading
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -11,19 +9,14 @@ import torch
 from kimi_k3_serve.publish.chunks import TILE_ROWS, DeviceChunk
 from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.publish.layout import Layout
+from kimi_k3_serve.symmetric.deadline import Deadline, RendezvousTimeout
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.symmetric.shared import fence
-
-logger = logging.getLogger("vllm.kimi_k3_serve.publish")
 
 TILE_BYTES = 8 << 10
 """Latent bytes of a program's tile: with 128 threads, four 16-byte loads each before the first store. Twice as many
 cost 1 us on two H200s at 65,536 rows of bfloat16, and 3 us of e4m3."""
 PROGRAMS_PER_SM = 4
-
-
-class RendezvousTimeout(RuntimeError):
-    """A rank did not publish in time. The engine cannot go on: its peers' rows are missing."""
 
 
 def timeout_text(
@@ -174,24 +167,19 @@ class TritonRank:
             dtype: getattr(language, str(dtype).removeprefix("torch."))
             for dtype in (torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
         }
-        self.kernel, self.region, self.layout, self.timeout_s = kernel, region, layout, timeout_s
+        self.kernel, self.region, self.layout = kernel, region, layout
         self.on_gpu = device.type == "cuda"
         self.peers = torch.tensor(addresses(region), dtype=torch.int64, device=device)
         # A ubatch's state lies on 16 bytes: its epoch, and how many programs of a launch have finished.
         self.state = torch.zeros((layout.ubatches, 2), dtype=torch.int64, device=device)
-        # Pinned, so that it can still be read when a lost rendezvous has cost the CUDA context.
-        self.report = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self.on_gpu)
-        self.reported = self.report.numpy()
-        # What every launch passes, as integers.
+        self.deadline = Deadline(timeout_s, self.late, on_gpu=self.on_gpu)
         self.memory = region.peers[region.rank].data_ptr()
-        self.peer_table, self.report_place = self.peers.data_ptr(), self.report.data_ptr()
         self.states = [self.state[ubatch].data_ptr() for ubatch in range(layout.ubatches)]
         self.slots = [[layout.slot_offset(u, s) for s in range(layout.slots)] for u in range(layout.ubatches)]
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.programs = 3  # in the interpreter, one after the other
         if self.on_gpu:
             self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-            threading.Thread(target=self.watch, name="publish-watch", daemon=True).start()
 
     @property
     def epochs(self) -> torch.Tensor:
@@ -208,7 +196,6 @@ class TritonRank:
         wait: bool = False,
         scaled: Scaled | None = None,
     ) -> None:
-        self.raise_if_late()
         out = scaled.kv_c.dtype if scaled else None
         key = (cache.shape[1], cache.stride(), wait, out)
         launch = self.launches.get(key) or self.launches.setdefault(key, self.publication(cache, wait, out))
@@ -218,17 +205,16 @@ class TritonRank:
             block_table.data_ptr(),
             chunk.memory.data_ptr(),
             chunk.capacity,
-            self.peer_table,
+            self.peers.data_ptr(),
             self.states[ubatch],
             self.region.multicast_address,
             self.slots[ubatch][slot],
             block_table.stride(0),
-            self.report_place,
-            self.limit_ns(),
+            *self.deadline.arguments(),
             *((t.data_ptr() for t in scaled) if scaled else (0, 0, 0)),
         )
         if wait and not self.on_gpu:
-            self.raise_if_late()
+            self.deadline.check()
 
     def wait(self, slot: int, ubatch: int) -> None:
         launch = self.launches.get(("wait",)) or self.launches.setdefault(
@@ -236,7 +222,7 @@ class TritonRank:
         )
         launch(1, *self.awaited(slot, ubatch))
         if not self.on_gpu:
-            self.raise_if_late()
+            self.deadline.check()
 
     def scale(self, chunk: DeviceChunk, slot: int, ubatch: int, scaled: Scaled) -> None:
         key = ("scale", scaled.kv_c.dtype)
@@ -253,7 +239,7 @@ class TritonRank:
             scaled.k_pe.data_ptr(),
         )
         if not self.on_gpu:
-            self.raise_if_late()
+            self.deadline.check()
 
     @property
     def tile_rows(self) -> int:
@@ -261,18 +247,7 @@ class TritonRank:
 
     def awaited(self, slot: int, ubatch: int) -> tuple[int, ...]:
         """The arguments with which `wait_kernel` and `scale_kernel` begin."""
-        return (
-            self.memory,
-            self.states[ubatch],
-            self.report_place,
-            self.slots[ubatch][slot],
-            self.limit_ns(),
-        )
-
-    def limit_ns(self) -> int:
-        """How long a wait may last; 0: for ever. A captured one may replay long after its peers' last step."""
-        unbounded = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        return 0 if unbounded else int(self.timeout_s * 1e9)
+        return self.memory, self.states[ubatch], self.slots[ubatch][slot], *self.deadline.arguments()
 
     def group_constants(self) -> dict[str, Any]:
         lanes = 1 << (self.region.world_size - 1).bit_length()
@@ -314,19 +289,6 @@ class TritonRank:
         }
         return Launch(self.kernel.scale_kernel, constants, num_warps=4)
 
-    def raise_if_late(self) -> None:
-        if (missing := int(self.reported[0])) > 0:
-            last, epoch, offset = self.reported[1:].tolist()
-            ubatch, slot = divmod(offset // self.layout.slot_bytes, self.layout.slots)
-            raise RendezvousTimeout(
-                timeout_text(self.region.rank, missing - 1, slot, ubatch, epoch, last, self.timeout_s)
-            )
-
-    def watch(self) -> None:
-        """Name the missing rank in the log: the CUDA error that follows cannot."""
-        while not int(self.reported[0]):
-            time.sleep(1.0)
-        try:
-            self.raise_if_late()
-        except RendezvousTimeout as error:
-            logger.critical("%s", error)
+    def late(self, missing: int, last: int, epoch: int, place: int) -> str:
+        ubatch, slot = divmod(place // self.layout.slot_bytes, self.layout.slots)
+        return timeout_text(self.region.rank, missing, slot, ubatch, epoch, last, self.deadline.limit_s)

@@ -244,7 +244,7 @@ def soak(world: World, dtype: torch.dtype, publications: int, *, waits: bool = T
 
 
 def late_rank_is_named(world: World) -> dict[str, Any]:
-    """The last check: it costs rank 0 its CUDA context."""
+    """The last check: it costs rank 0 its CUDA context. In a graph, whose waits have their limit in each replay."""
     source, inputs = world.publisher(BF16), world.inputs([9], BF16)
     world.kept = source, inputs  # freeing symmetric memory without a context would end the process
     gather(source, inputs, 0)
@@ -252,14 +252,15 @@ def late_rank_is_named(world: World) -> dict[str, Any]:
     dist.barrier(world.host_group)
     said = ""
     if world.rank == 0:
-        source.rank.timeout_s = 0.5  # type: ignore[attr-defined]
-        gather(source, inputs, 1)
+        source.rank.deadline.limit_s = 0.5  # type: ignore[attr-defined]
+        replay = captured(lambda: gather(source, inputs, 1))
+        replay()
         try:
             torch.cuda.synchronize()
         except RuntimeError:
             said = "CUDA error; "
         try:
-            source.rank.raise_if_late()  # type: ignore[attr-defined]
+            source.rank.deadline.check()  # type: ignore[attr-defined]
         except RuntimeError as error:
             said += str(error)
     dist.barrier(world.host_group)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
-from kimi_k3_serve.attention.peer_kernels import OWN
 from kimi_k3_serve.symmetric.region import LocalRegion, view
 
 pytestmark = [
@@ -23,6 +22,7 @@ pytestmark = [
 ]
 
 LATENT, ROPE, SCALE = 512, 64, 192**-0.5
+FUTURE = 1 << 62  # an epoch
 BLOCKS = 32  # of each rank: W times as many must be resident at once
 
 
@@ -61,7 +61,7 @@ class Ranks:
             own = exchange.region.peers[exchange.rank]
             for part in ("gather_flags", "merge_flags"):
                 offset, size = exchange.parts[part]
-                view(own, offset, (size // 8,), torch.int64).fill_(OWN)
+                view(own, offset, (size // 8,), torch.int64).fill_(FUTURE)
         for exchange in self.exchanges:
             for count in tokens:
                 query = torch.zeros(count, g.heads, g.latent + g.rope, dtype=g.query_dtype, device="cuda")
@@ -75,8 +75,6 @@ class Ranks:
             exchange.state.zero_()
             for peer in exchange.region.peers:
                 peer.zero_()
-        for exchange in self.exchanges:
-            exchange.own_flags()
         torch.cuda.synchronize()
 
 

@@ -348,7 +348,7 @@ import torch
 from test_publish_gpu import CUDA, LATENT, ROPE, PagedWorld, Ranks
 ranks = Ranks(2, torch.bfloat16, 64)
 ranks.bind(PagedWorld([9], 2, (LATENT + ROPE) * 2, device=CUDA))
-ranks.publishers[0].rank.timeout_s = 0.2
+ranks.publishers[0].rank.deadline.limit_s = 0.2
 torch.cuda.synchronize()
 ranks.push(0, 1, 0, wait=True)
 try:
@@ -356,7 +356,7 @@ try:
 except Exception as error:
     print("CUDA error:", type(error).__name__)
 try:
-    ranks.publishers[0].rank.raise_if_late()
+    ranks.publishers[0].rank.deadline.check()
 except RuntimeError as error:
     print(error)
 """

@@ -19,7 +19,8 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parent))
 import peer_oracle
 
-from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange, PeerTimeout
+from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 from kimi_k3_serve.symmetric.shared import allocate_shared
 
 HEADS, LATENT, ROPE, BLOCKS = 3, 32, 8, 2
@@ -97,7 +98,7 @@ def check(exchange: PeerExchange, dtype: torch.dtype) -> None:
 
 def check_that_a_missing_rank_is_named(exchange: PeerExchange) -> None:
     """Only rank 0 comes: it stops waiting, and its next call says whom it missed first."""
-    exchange.timeout_s = 0.01
+    exchange.deadline.limit_s = 0.01
     query = torch.zeros(1, HEADS, LATENT + ROPE, dtype=exchange.geometry.query_dtype).split(
         [LATENT, ROPE], -1
     )
@@ -106,7 +107,7 @@ def check_that_a_missing_rank_is_named(exchange: PeerExchange) -> None:
         exchange.gather(*query)
         try:
             exchange.gather(*query)
-        except PeerTimeout as late:
+        except RendezvousTimeout as late:
             assert f"rank 0: rank 1 did not come to query gather {epoch} of ubatch 0" in str(late), late
         else:
             raise AssertionError("nobody was missed")

@@ -19,6 +19,8 @@ SIGNATURE = {
     "epochs": "*i32",
     "slots_offset": "i32",
     "rank": "i32",
+    "report": "i64",
+    "limit_ns": "i64",
 }
 
 
@@ -32,6 +34,8 @@ PRODUCT = {
     "epochs": "*i32",
     "slots_offset": "i32",
     "rank": "i32",
+    "report": "i64",
+    "limit_ns": "i64",
 }
 ALIGNED = ("x", "weight", "x_stride", "bases")  # as a launch with real tensors specialises them
 
@@ -76,6 +80,7 @@ def ptx(
         "wide_loads": len(re.findall(r"ld\.global\.v4\.b32", text)),
         "narrow_loads": len(re.findall(r"ld\.global\.b16", text)),
         "atomics": len(re.findall(r"\batom\.", text)),
+        "ends": len(re.findall(r"fence\.acq_rel\.sys;\s+(?:\.loc.*\s+)?trap;", text)),
         "fences": len(re.findall(r"\b(?:fence|membar)\.", text)),
         "multimem": text.count("multimem"),
         "shared_bytes": compiled.metadata.shared,

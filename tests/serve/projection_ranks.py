@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from kimi_k3_serve.projection import kernels
 from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import KV_A, Q_A, local_widths
+from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 from kimi_k3_serve.symmetric.shared import allocate_shared
 
 DELAY_S = 0.02
@@ -130,16 +131,36 @@ def late_inside(rank: int, world_size: int, *, delay: float = DELAY_S) -> None:
     """The last rank is late between its push and its receive: the others run ahead by one launch, not by two."""
     received: Any = kernels.receive
 
-    def receive(address: Any, epoch: Any, valid: Any, PTX: Any) -> Any:
+    def receive(address: Any, epoch: Any, valid: Any, *others: Any) -> Any:
         time.sleep(delay)
         words = local_words(address)
         if any(stamp - epoch.handle.data[0] == 1 for stamp in words):
             raise Wrong("a slot was overwritten before it was read")
-        return received(address, epoch, valid, PTX)
+        return received(address, epoch, valid, *others)
 
     if rank == world_size - 1:
         kernels.receive = receive
     steps(rank, world_size, lambda source, step: None)
+
+
+def missing(rank: int, world_size: int) -> None:
+    """Only rank 0 comes: it stops waiting, and its next call says whom it missed. Gather and product."""
+    geometry = Geometry(2 * 16, 2 * 8)
+    regions = [allocate_shared(geometry.nbytes(world_size), dist.group.WORLD) for _ in range(2)]
+    gather = PeerGather(regions[0], geometry, timeout_s=0.01)
+    product = PeerProjection(regions[1], geometry, 32, timeout_s=0.01)
+    local = torch.zeros(2, 24, dtype=torch.bfloat16)
+    hidden, weight = (torch.zeros(rows, 32, dtype=torch.bfloat16) for rows in (2, 24))
+    for call in (lambda: gather.merged(local), lambda: product.project(hidden, weight)) if rank == 0 else ():
+        call()
+        try:
+            call()
+        except RendezvousTimeout as late:
+            if "rank 0: rank 1 did not come to gather 1 of a projection's row within 0.01 s" not in str(late):
+                raise Wrong(str(late)) from late
+        else:
+            raise Wrong("nobody was missed")
+    dist.barrier()
 
 
 def local_words(address: Any) -> list[int]:
@@ -158,8 +179,8 @@ def no_wait(rank: int, world_size: int) -> None:
     """Receives whatever is there while another rank is late."""
     received: Any = kernels.receive
 
-    def receive(address: Any, epoch: Any, valid: Any, PTX: Any) -> Any:
-        payload = received(address, epoch, valid & (epoch < 0), PTX)
+    def receive(address: Any, epoch: Any, valid: Any, *others: Any) -> Any:
+        payload = received(address, epoch, valid & (epoch < 0), *others)
         return payload
 
     kernels.receive = receive
@@ -181,6 +202,7 @@ CASES: dict[str, Callable[[int, int], None]] = {
     "pair": pair,
     "projected": projected,
     "late inside": late_inside,
+    "missing": missing,
     "mutation: one slot": one_slot,
     "mutation: no wait": no_wait,
     "mutation: frozen epoch": frozen_epoch,

@@ -25,8 +25,8 @@ from kimi_k3_serve.publish.chunks import upload
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher
-from kimi_k3_serve.publish.ranks import RendezvousTimeout
 from kimi_k3_serve.symmetric import LocalRegion, allocate
+from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 
 LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
 DELAY_S = 0.1

@@ -114,7 +114,7 @@ def test_nothing_is_made_on_the_default_device() -> None:
         source = Publisher(region, place, torch.bfloat16, transport="peer", implementation="triton")
         [chunk] = upload([([3], [[3]], [0])], rank=0, world_size=1, device=torch.device("cpu"), tiles=True)
     rank = source.rank
-    made = (chunk.memory, rank.report, rank.state, rank.peers)  # type: ignore[attr-defined]
+    made = (chunk.memory, rank.deadline.report, rank.state, rank.peers)  # type: ignore[attr-defined]
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 

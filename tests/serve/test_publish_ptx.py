@@ -15,6 +15,7 @@ from kimi_k3_serve.publish.collective import power_of_two, tile_rows
 from kimi_k3_serve.publish.ranks import TILE_BYTES
 
 tl = kernel.tl
+SIGNAL = re.compile(r"fence\.acq_rel\.sys;\s+st\.relaxed\.sys\.global\.b64")
 
 
 def ptx(function: Any, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any) -> str:
@@ -66,7 +67,7 @@ def words(text: str, kind: str) -> int:
 def stored(text: str) -> int:
     """Words of rows; every other store is of 8 bytes: counter and epoch of a push, four words of a wait's report."""
     others = len(re.findall(r"\bst\.global", text)) - len(re.findall(r"\bst\.global\.v[24]\.b32", text))
-    bookkeeping = 2 * ("release.exch" in text) + 4 * ("%globaltimer" in text)
+    bookkeeping = 2 * bool(SIGNAL.search(text)) + 4 * ("%globaltimer" in text)
     assert others == len(re.findall(r"st\.global\.b64", text)) == bookkeeping
     return words(text, "st")
 
@@ -98,8 +99,8 @@ def test_rows_scaled_on_the_way_cost_no_second_load(multicast: bool) -> None:
 def test_signals_are_released_after_all_programs_were_acquired(multicast: bool) -> None:
     text = publish(multicast=multicast, world_size=4)
     counter = text.index("atom.global.sys.acq_rel.add")
-    [signals] = [m.start() for m in re.finditer(r"atom\.global\.sys\.release\.exch\.b64", text)]
-    assert counter < signals  # of all ranks at once, a lane each
+    [signals] = [m.start() for m in SIGNAL.finditer(text)]
+    assert counter < signals  # to all ranks at once, a thread each
     last_row = max(m.start() for m in re.finditer(r"multimem\.st|st\.global\.v4", text))
     assert last_row < text.rindex("bar.sync", 0, counter) < counter
     wait = text.index("atom.global.sys.acquire.add")
