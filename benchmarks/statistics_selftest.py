@@ -55,7 +55,10 @@ LAUNCH_SPREAD, REQUEST_SPREAD = 0.01, 0.03
 
 @dataclass(frozen=True)
 class Case:
-    """`load` is the first arm's utilisation; the other arm serves `factor` times as long and adds `overhead_s`."""
+    """`load` is the first arm's utilisation; the other arm serves `factor` times as long and adds `overhead_s`.
+
+    Each launch serves the trace `passes` times.
+    """
 
     name: str
     required: bool
@@ -65,6 +68,7 @@ class Case:
     launches: int = 4
     cohorts: int = 36
     cohort_size: int = 10
+    passes: int = 1
 
 
 CASES = (
@@ -78,6 +82,7 @@ CASES = (
     Case("5 % slower service, busy", False, load=0.8, factor=1.05, overhead_s=0.0),
     Case("no difference, near saturation", False, load=0.9, factor=1.0, overhead_s=0.0),
     Case("5 % slower service, near saturation", False, load=0.85, factor=1.05, overhead_s=0.0),
+    Case("5 % slower, 60 requests three times", False, 0.6, 1.05, 0.0, launches=2, cohorts=6, passes=3),
 )
 
 
@@ -91,14 +96,15 @@ MEAN_SERVICE_S = float(service_s(np.linspace(60_000, 180_000, 10_001)).mean())
 
 
 def simulate(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-    """Due times (requests) of one new trace, and TTFT (launches, requests) of the two arms over it."""
+    """Due times (requests) of one new trace, and TTFT (launches * passes, requests) of the two arms over it."""
     n = case.cohorts * case.cohort_size
     tokens = generator.permutation(60_000 + (np.arange(n) + generator.random(n)) / n * 120_000)
     gaps = generator.exponential(MEAN_SERVICE_S / case.load, n - 1)
-    arms = np.repeat([1.0, case.factor], case.launches)[:, None]
-    launches = np.exp(generator.normal(0, LAUNCH_SPREAD, (2 * case.launches, 1)))
+    cells = case.launches * case.passes
+    arms = np.repeat([1.0, case.factor], cells)[:, None]
+    launches = np.exp(generator.normal(0, LAUNCH_SPREAD, (2 * case.launches, 1))).repeat(case.passes, axis=0)
     ttft = _serve(service_s(tokens) * arms * launches, gaps, generator)
-    return _due_s(gaps), ttft[: case.launches], ttft[case.launches :] + case.overhead_s
+    return _due_s(gaps), ttft[:cells], ttft[cells:] + case.overhead_s
 
 
 def simulate_cell(case: Case, generator: np.random.Generator) -> tuple[Floats, Floats]:
@@ -137,7 +143,7 @@ class Outcome:
 def measure(case: Case, seed: int) -> Outcome | None:
     """One pair through the harness's own code; None where that refuses an interval."""
     due_s, first, other = simulate(case, np.random.default_rng([2, seed]))
-    arm_a, arm_b = _launches(first), _launches(other)
+    arm_a, arm_b = _launches(first, case.passes), _launches(other, case.passes)
     cohort_of = {name: index // case.cohort_size for index, (_, name) in enumerate(arm_a[0])}
     waiting = max(float(np.mean([_waiting(due_s, row) for row in arm])) for arm in (first, other))
     estimate = paired_estimate(arm_a, arm_b, cohort_of, waiting=waiting)
@@ -156,8 +162,16 @@ def _waiting(due_s: Floats, ttft_s: Floats) -> float:
     )
 
 
-def _launches(ttft: Floats) -> list[dict[tuple[int, str], float]]:
-    return [{(0, f"r{index:04d}"): float(value) for index, value in enumerate(row)} for row in ttft]
+def _launches(ttft: Floats, passes: int) -> list[dict[tuple[int, str], float]]:
+    """The TTFT of each launch by pass and request; its passes stand next to one another."""
+    return [
+        {
+            (turn, f"r{index:04d}"): float(value)
+            for turn, row in enumerate(ttft[begin : begin + passes])
+            for index, value in enumerate(row)
+        }
+        for begin in range(0, len(ttft), passes)
+    ]
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ def paired_estimate(
     """The median paired difference of TTFT with its interval.
 
     `cohort_of` gives each request's cohort. A request that failed (infinite TTFT) in one arm only counts as
-    an infinite difference; one that failed in both is left out. Cohorts are counted over all passes. `waiting`
-    is the busier arm's share of requests that came while another one waited (`saturation.waiting_share`).
+    an infinite difference; one that failed in both is left out. Cohorts are counted over all passes, but
+    whether the trace is long enough for its queue (`waiting`: the busier arm's share of requests that came while
+    another one waited, `saturation.waiting_share`) by its own requests: another pass meets the same busy spells.
     """
     launches = (len(first), len(other))
     table = [[_deltas(a, b) for b in other] for a in first]
@@ -99,12 +100,13 @@ def paired_estimate(
         return answer(
             None, f"n too small: {cohorts} cohorts over all repeats, an interval needs {MIN_COHORTS}"
         )
-    if n < MIN_MEMORIES * (memory := memory_requests(waiting)):
+    distinct = min(len({name for _, name in deltas}) for row in table for deltas in row)
+    if distinct < MIN_MEMORIES * (memory := memory_requests(waiting)):
         return answer(
             None,
             f"near saturation: {waiting:.0%} of the requests came while another one waited for its first token;"
-            f" so busy a queue remembers {memory:.0f} requests, and an interval needs {MIN_MEMORIES} times as many,"
-            f" not {n}",
+            f" so busy a queue remembers {memory:.0f} requests, and an interval needs a trace {MIN_MEMORIES} times"
+            f" as long, not of {distinct}",
         )
     if len(trace_cohorts) < 2:
         return answer(None, "the trace has one cohort: nothing to draw from")
@@ -247,7 +249,7 @@ def mcnemar(first: Mapping[tuple[int, str], bool], other: Mapping[tuple[int, str
 @dataclass(frozen=True)
 class Boundary:
     """Where an arm stopped passing in one repeat: between the highest passing rate (0 where none passed) and
-    the lowest rate above it that was tested (infinite where every rate passed)."""
+    the lowest rate above it that it was shown not to pass (infinite where there is none)."""
 
     passed_qps: float
     failed_qps: float

@@ -102,11 +102,15 @@ class RuleVerdict:
 
 @dataclass(frozen=True)
 class CellVerdict:
-    """What one cell says about one limit: whether the cell counts, and how many of its requests missed."""
+    """What one cell says about one limit: whether the cell counts, and how many of its requests missed.
+
+    `unstable` cells are not valid, and yet tell that the server does not keep up.
+    """
 
     offered_qps: float
     valid: bool
     misses: int
+    unstable: bool = False
 
 
 def misses(ttft_s: Sequence[float], limit_s: float) -> int:
@@ -125,6 +129,14 @@ def highest_passing(cells: Sequence[CellVerdict]) -> float | None:
             break
         highest = rate
     return highest
+
+
+def first_failing(cells: Sequence[CellVerdict]) -> float | None:
+    """The lowest rate above the highest passing one that was shown not to pass: a valid cell with a miss, or an
+    unstable one. None: how much more than its highest passing rate the arm would have passed is not known."""
+    passed = highest_passing(cells) or 0.0
+    failing = (cell for cell in cells if cell.unstable or (cell.valid and cell.misses))
+    return min((cell.offered_qps for cell in failing if cell.offered_qps > passed), default=None)
 
 
 def first_miss(cells: Sequence[CellVerdict]) -> float | None:

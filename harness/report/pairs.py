@@ -2,7 +2,7 @@
 """What a run says about the difference between its arms: pure functions of its valid cells."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -17,9 +17,9 @@ from harness.paired import (
     resolved,
 )
 from harness.saturation import waiting_share
-from harness.sla import CellVerdict, highest_passing, misses
+from harness.sla import CellVerdict, first_failing, highest_passing, misses
 from harness.stats import Interval
-from harness.store import Cell
+from harness.store import Cell, CellKey
 from harness.validity import ttft_s
 
 
@@ -132,7 +132,11 @@ def paired_ttft(
 
 
 def boundary_section(
-    arms: Sequence[str], cells: Sequence[Cell], valid: Sequence[Cell], limits: Mapping[str, float]
+    arms: Sequence[str],
+    cells: Sequence[Cell],
+    valid: Sequence[Cell],
+    limits: Mapping[str, float],
+    unstable: Collection[CellKey],
 ) -> list[dict[str, Any]]:
     """By how much the arms' highest passing rates differ, over repeats that both arms have."""
     return [
@@ -144,12 +148,17 @@ def boundary_section(
         }
         for name, limit in limits.items()
         for other in arms[1:]
-        for first, second in [_boundaries(arms[0], other, cells, valid, limit)]
+        for first, second in [_boundaries(arms[0], other, cells, valid, limit, unstable)]
     ]
 
 
 def _boundaries(
-    first: str, other: str, cells: Sequence[Cell], valid: Sequence[Cell], limit_s: float
+    first: str,
+    other: str,
+    cells: Sequence[Cell],
+    valid: Sequence[Cell],
+    limit_s: float,
+    unstable: Collection[CellKey],
 ) -> tuple[list[Boundary], list[Boundary]]:
     counted = {cell.key for cell in valid}
 
@@ -160,14 +169,14 @@ def _boundaries(
                 cell.key.offered_qps,
                 cell.key in counted,
                 misses([ttft_s(record) for record in cell.records], limit_s),
+                cell.key in unstable,
             )
             for cell in mine
         ]
         if not verdicts:
             return None
-        passed = highest_passing(verdicts) or 0.0
-        above = [verdict.offered_qps for verdict in verdicts if verdict.offered_qps > passed]
-        return Boundary(passed, min(above, default=math.inf))
+        failed = first_failing(verdicts)
+        return Boundary(highest_passing(verdicts) or 0.0, math.inf if failed is None else failed)
 
     repeats = sorted({cell.key.repeat for cell in cells})
     pairs = [(boundary(first, repeat), boundary(other, repeat)) for repeat in repeats]

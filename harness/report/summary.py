@@ -15,7 +15,7 @@ from harness.report.pairs import (
     noise_floors,
     paired_section,
 )
-from harness.sla import CellVerdict, Rule, first_miss, highest_passing, misses
+from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
 from harness.stats import percentile, percentile_interval, quantile, share_interval, supports
 from harness.store import Cell
 from harness.validity import (
@@ -47,7 +47,13 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         for cell in cells
     }
     valid = [cell for cell in cells if judged[cell.key]["valid"]]
-    cohort_rate = _fixed_cohort_rate(names, cells, valid)
+    unstable_keys = {key for key, cell in judged.items() if cell["unstable"]}
+    parity = manifest.get("parity")
+    comparable = (
+        [] if parity and not parity["ok"] else names
+    )  # arms that compute other things are not compared
+    common = _common_rates(cells, valid)
+    cohort_rate, busiest = (common[0], common[-1]) if common else (None, None)
     return {
         "schema": SCHEMA,
         "trace_sha256": manifest["trace"]["sha256"],
@@ -59,6 +65,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "limit_rules": {rule.name: str(rule) for rule in rules},
         "shared_cores": manifest["shared_cores"],
         "no_preemption": manifest.get("no_preemption", False),
+        "arrived_over_offered": _arrived_over_offered(cells),
         "arms": [
             {
                 "name": arm["name"],
@@ -71,14 +78,15 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
                 ),
                 "launches": len({launch_of(cell) for cell in cells if cell.key.arm == arm["name"]}),
                 "fixed_cohort": _fixed_cohort(manifest["fixed_cohort"], cohort_rate, arm["name"], valid),
+                "at_load": _at_load(busiest, arm["name"], valid),
                 "cells": [judged[cell.key] for cell in cells if cell.key.arm == arm["name"]],
             }
             for arm in manifest["arms"]
         ],
-        "paired": paired_section(names, valid, limits),
+        "paired": paired_section(comparable, valid, limits),
         "noise_floor": noise_floors(names, valid),
-        "boundary_difference": boundary_section(names, cells, valid, limits),
-        "parity": manifest.get("parity"),
+        "boundary_difference": boundary_section(comparable, cells, valid, limits, unstable_keys),
+        "parity": parity,
         "left_out": manifest.get("left_out", {}),
         "client_calibration": manifest.get("client_calibration"),
         "notes": manifest["notes"],
@@ -139,7 +147,9 @@ def summarise_cell(
         "invalid_reasons": reasons,
         "n": len(records),
         "failed": sum(record.status != OK for record in records),
+        "resent": sum(record.reconnects for record in records),
         "censored": sum(record.status == CANCELLED for record in records),
+        "arrived_qps": arrived_qps(records),
         "achieved_qps": achieved_qps(records),
         "ttft_s": {f"p{p}": None if overloaded else percentile(ttft, p) for p in PERCENTS},
         "ttft_interval_s": {
@@ -154,6 +164,7 @@ def summarise_cell(
         },
         "ttft_split_p50_s": _ttft_split(records),
         "tpot_s": {f"p{p}": percentile(_tpot(records), p) for p in PERCENTS},
+        "answer_s": {f"p{p}": None if overloaded else percentile(_answers(records), p) for p in PERCENTS},
         "miss": {name: misses(ttft, limit) / len(ttft) for name, limit in limits.items()},
         "miss_interval": {
             name: as_json(share_interval(misses(ttft, limit), len(ttft))) for name, limit in limits.items()
@@ -167,6 +178,7 @@ def summarise_cell(
         "loop_lag_p99_ms": lag_ms,
         "backlog_slope_rps": backlog_slope_rps(records),
         "backlog_growth_per_arrival": growth.per_arrival if growth else None,
+        "stability_known": growth is not None,
         "kv_waits": asdict(waits) if waits else None,
         "metrics": cell.facts["metrics"],
     }
@@ -201,8 +213,29 @@ def _tpot(records: Sequence[RequestRecord]) -> list[float]:
     ]
 
 
+def _answers(records: Sequence[RequestRecord]) -> list[float]:
+    """From the due time to the end of the whole answer, in seconds; failures infinite."""
+    return [r.done_s - r.due_s if r.status == OK and r.done_s is not None else math.inf for r in records]
+
+
 def _covers(rule: Rule, record: RequestRecord) -> bool:
     return rule.covers(record.prompt_tokens, record.limit_class)
+
+
+def arrived_qps(records: Sequence[RequestRecord]) -> float | None:
+    """The rate at which the requests were due: gaps over their span. None where there is no gap.
+
+    A short trace that was drawn at random has a rate of its own, beside the one that it is offered at.
+    """
+    due_s = [record.due_s for record in records]
+    span_s = max(due_s, default=0.0) - min(due_s, default=0.0)
+    return (len(due_s) - 1) / span_s if span_s > 0 else None
+
+
+def _arrived_over_offered(cells: Sequence[Cell]) -> float | None:
+    """The trace's own rate over the nominal one, the same in every cell."""
+    rate = arrived_qps(cells[0].records) if cells else None
+    return None if rate is None else float(f"{rate / cells[0].key.offered_qps:.4g}")
 
 
 def achieved_qps(records: Sequence[RequestRecord]) -> float | None:
@@ -232,7 +265,9 @@ def _ttft_split(records: Sequence[RequestRecord]) -> dict[str, float | None]:
 def _rate_verdicts(judged: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> dict[str, Any]:
     verdicts = {
         name: [
-            CellVerdict(cell["offered_qps"], cell["valid"], round(cell["miss"][name] * cell["n"]))
+            CellVerdict(
+                cell["offered_qps"], cell["valid"], round(cell["miss"][name] * cell["n"]), cell["unstable"]
+            )
             for cell in judged
         ]
         for name in limits
@@ -240,6 +275,7 @@ def _rate_verdicts(judged: Sequence[Mapping[str, Any]], limits: Mapping[str, flo
     return {
         "highest_passing_qps": {name: highest_passing(cells) for name, cells in verdicts.items()},
         "first_miss_qps": {name: first_miss(cells) for name, cells in verdicts.items()},
+        "first_failing_qps": {name: first_failing(cells) for name, cells in verdicts.items()},
         "first_unstable_qps": min((cell["offered_qps"] for cell in judged if cell["unstable"]), default=None),
     }
 
@@ -266,14 +302,29 @@ def _rule_verdicts(
     return found
 
 
-def _fixed_cohort_rate(arms: Sequence[str], cells: Sequence[Cell], valid: Sequence[Cell]) -> float | None:
-    """The lowest offered rate whose cells are valid in every arm, all repeats included."""
+def _common_rates(cells: Sequence[Cell], valid: Sequence[Cell]) -> list[float]:
+    """Upward: the offered rates whose cells are valid in every arm that was measured, all repeats included."""
+    arms = {cell.key.arm for cell in cells}
+    found = []
     for rate in sorted({cell.key.offered_qps for cell in cells}):
-        tested = [cell.key for cell in cells if cell.key.offered_qps == rate]
-        good = [cell.key for cell in valid if cell.key.offered_qps == rate]
-        if tested == good and {key.arm for key in good} == set(arms):
-            return rate
-    return None
+        tested = {cell.key for cell in cells if cell.key.offered_qps == rate}
+        good = {cell.key for cell in valid if cell.key.offered_qps == rate}
+        if tested == good and {key.arm for key in good} == arms:
+            found.append(rate)
+    return found
+
+
+def _at_load(rate: float | None, arm: str, valid: Sequence[Cell]) -> dict[str, Any]:
+    """What follows the first token, at the highest rate that is valid in every arm, repeats pooled."""
+    records = [
+        r for cell in valid if cell.key.arm == arm and cell.key.offered_qps == rate for r in cell.records
+    ]
+    return {
+        "offered_qps": rate,
+        "n": len(records),
+        "tpot_p50_s": percentile(_tpot(records), 50),
+        "answer_p50_s": percentile(_answers(records), 50),
+    }
 
 
 def _fixed_cohort(cohort: int, rate: float | None, arm: str, valid: Sequence[Cell]) -> dict[str, Any]:

@@ -65,8 +65,12 @@ def markdown_report(summary: Mapping[str, Any]) -> str:
 def basis(summary: Mapping[str, Any]) -> str:
     """What every number below rests on."""
     limits = ", ".join(f"source {name} s applied as {summary['limits'][name]:.4g} s" for name in LIMITS)
+    factor = summary["arrived_over_offered"]
+    arrivals = (
+        "" if factor is None else f" Its requests arrive at {factor:.3g} times the offered rate (as drawn)."
+    )
     return (
-        f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}. Limits on TTFT: {limits} "
+        f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}.{arrivals} Limits on TTFT: {limits} "
         f"({summary['limits_rule']}). TTFT counts from the time at which the request was due; a failed "
         "request is a miss. " + _client_rule(summary["shared_cores"])
     )
@@ -98,15 +102,19 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
     scaled = {name: "" if same else f" (applied {applied[name]:.3g} s)" for name in LIMITS}
     head += [f"highest passing QPS, {name} s{scaled[name]}" for name in LIMITS]
     head += [f"first {name} s miss{scaled[name]}" for name in LIMITS]
-    head += ["KV tokens"]
+    busiest = summary["arms"][0]["at_load"]["offered_qps"] if summary["arms"] else None
+    at = "" if busiest is None else f" at {busiest:g} QPS"
+    head += [f"P50 per later token{at}", f"P50 whole answer{at}", "KV tokens"]
     unstable = any(arm["first_unstable_qps"] is not None for arm in summary["arms"])
     rows = [
         [
             arm["name"],
             topology_text(arm["topology"]),
             _seconds(arm["fixed_cohort"]["ttft_p50_s"]),
-            *(_rate(arm["highest_passing_qps"][name]) for name in LIMITS),
+            *(_passing(arm, name) for name in LIMITS),
             *(_rate(arm["first_miss_qps"][name]) for name in LIMITS),
+            _number(arm["at_load"]["tpot_p50_s"], ".1f", 1e3, " ms"),
+            _seconds(arm["at_load"]["answer_p50_s"]),
             "unknown" if arm["kv_tokens"] is None else f"{arm['kv_tokens']:,}",
             *([_rate(arm["first_unstable_qps"])] if unstable else []),
         ]
@@ -116,19 +124,24 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
 
 
 def cell_table(summary: Mapping[str, Any]) -> Table:
-    """One line a cell: load, TTFT, misses, and whether it counts."""
-    head = ["arm", "QPS", "repeat", "n", "failed", "achieved QPS", "P50 s", "P90 s", "P99 s"]
+    """One line a cell: load, TTFT, what follows it, misses, and whether it counts."""
+    head = ["arm", "QPS", "arrived QPS", "repeat", "n", "failed", "resent", "achieved QPS"]
+    head += ["P50 TTFT s", "P90 s", "P99 s", "P50 per later token ms", "P50 answer s"]
     head += [f"miss {name} s" for name in LIMITS]
     head += ["slip P99 ms", "backlog /s", "counts"]
     rows = [
         [
             arm["name"],
             f"{cell['offered_qps']:g}",
+            _number(cell["arrived_qps"], ".3g"),
             str(cell["repeat"]),
             str(cell["n"]),
             str(cell["failed"]),
+            str(cell["resent"]),
             _number(cell["achieved_qps"], ".3f"),
             *(percentile_text(cell, percent) for percent in (50, 90, 99)),
+            _number(cell["tpot_s"]["p50"], ".1f", 1e3),
+            _number(cell["answer_s"]["p50"], ".3f"),
             *(f"{cell['miss'][name]:.1%}" for name in LIMITS),
             _number(cell["slip_p99_ms"], ".2f"),
             _number(cell["backlog_slope_rps"], "+.3f"),
@@ -141,7 +154,7 @@ def cell_table(summary: Mapping[str, Any]) -> Table:
 
 def interval_table(summary: Mapping[str, Any]) -> Table:
     """95 % intervals of each cell: percentiles by order statistics, shares by Clopper and Pearson."""
-    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s", "P50 per later token ms"]
+    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s"]
     head += [f"miss {name} s" for name in LIMITS]
     rows = [
         [
@@ -150,7 +163,6 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
             str(cell["repeat"]),
             *(_between(cell["ttft_interval_s"][name], ".3f") for name in ("p50", "p90")),
             _number(cell["ttft_from_send_s"]["p50"], ".3f"),
-            _number(None if (tpot := cell["tpot_s"]["p50"]) is None else 1e3 * tpot, ".1f"),
             *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),
         ]
         for arm, cell in each_cell(summary)
@@ -253,6 +265,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             "ttft_p90_s",
             "ttft_p99_s",
             "tpot_p50_s",
+            "answer_p50_s",
         ]
         + [f"miss_{name}" for name in LIMITS]
         + [f"limit_{name}_applied_s" for name in LIMITS]
@@ -270,7 +283,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
                 cell["achieved_qps"],
             ]
             + [cell["ttft_s"][f"p{percent}"] for percent in (50, 90, 99)]
-            + [cell["tpot_s"]["p50"]]
+            + [cell["tpot_s"]["p50"], cell["answer_s"]["p50"]]
             + [cell["miss"][name] for name in LIMITS]
             + [summary["limits"][name] for name in LIMITS]
             + [summary["scale"], summary["trace_sha256"]]
@@ -330,10 +343,11 @@ def fixed_cohort_note(summary: Mapping[str, Any]) -> str:
         return "No arm was measured."
     cohort = summary["arms"][0]["fixed_cohort"]
     if cohort["offered_qps"] is None:
-        return f"Fixed cohort {cohort['name']}: no offered rate has valid cells in every arm."
+        return f"Fixed cohort {cohort['name']}: no offered rate has valid cells in every measured arm."
     return (
         f"Fixed cohort: cohort {cohort['name']} of the trace (n = {cohort['n']}, repeats pooled) at "
-        f"{cohort['offered_qps']:g} QPS, the lowest offered rate whose cells are valid in every arm."
+        f"{cohort['offered_qps']:g} QPS, the lowest offered rate whose cells are valid in every measured arm."
+        " Later tokens and whole answers: medians over all requests at the highest such rate."
     )
 
 
@@ -360,12 +374,20 @@ def _mcnemar(test: Mapping[str, Any]) -> str:
     return f"{test['only_first']} / {test['only_other']}, p {test['p']:.2g}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, form: str, factor: float = 1.0, unit: str = "") -> str:
+    return "-" if value is None else format(factor * value, form) + unit
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f} s"
+
+
+def _passing(arm: Mapping[str, Any], limit: str) -> str:
+    """A highest passing rate; `>=` where no higher one was shown not to pass."""
+    passed, bounded = arm["highest_passing_qps"][limit], arm["first_failing_qps"][limit] is not None
+    if passed is None:
+        return "none" if bounded else "unknown"
+    return f"{'' if bounded else '>= '}{passed:g}"
 
 
 def _rate(value: float | None) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EQUAL_BYTES = 0.01
+NOMINAL = 0.05
+"""By so much a trace's own rate may differ from the offered one without a word in the verdict."""
 
 STATES = {"sure": "measured", "open": "open", "bad": "attention"}
 
@@ -29,11 +31,18 @@ def findings(summary: Summary) -> list[Finding]:
         refusal = parity.get("refusal") or "the arms' answers differ"
         text = f"**{refusal}** Nothing below is a result of this pair: its arms do not compute the same."
         return [Finding("No comparison", text, "bad")]
-    if not summary["arms"]:
-        return [Finding("Trust", "No arm was measured.", "bad")]
+    if not _measured(summary):
+        return [_trust(summary)]
     first, *others = (arm["name"] for arm in summary["arms"])
     speed = [_speed(summary, first, other) for other in others]
-    return [*speed, _rates(summary), *_capacity(summary), *_kv_waits(summary), _trust(summary)]
+    return [
+        *speed,
+        *_answers(summary),
+        _rates(summary),
+        *_capacity(summary),
+        *_kv_waits(summary),
+        _trust(summary),
+    ]
 
 
 def _speed(summary: Summary, first: str, other: str) -> Finding:
@@ -100,34 +109,83 @@ def _why_open(pair: Mapping[str, Any]) -> str:
     return f"launches of the same arm differ by up to {pair['noise_floor_s'] * 1e3:.1f} ms"
 
 
+def _answers(summary: Summary) -> Iterator[Finding]:
+    """What the first token's time does not tell: a request admitted early decodes beside more others."""
+    at_load = [(arm["name"], arm["at_load"]) for arm in _measured(summary)]
+    if any(found["tpot_p50_s"] is None or found["answer_p50_s"] is None for _, found in at_load):
+        return
+    tokens = ", ".join(f"{name} {1e3 * found['tpot_p50_s']:.1f} ms" for name, found in at_load)
+    answers = ", ".join(f"{name} {_magnitude(found['answer_p50_s'])}" for name, found in at_load)
+    yield Finding(
+        "Whole answers",
+        f"At {at_load[0][1]['offered_qps']:g} QPS, the highest rate valid in every arm, medians: a later token takes"
+        f" {tokens}; a whole answer {answers}.",
+        "sure" if len(at_load) == 1 else "open",
+    )
+
+
 def _rates(summary: Summary) -> Finding:
+    arms = _measured(summary)
     sentences = []
     for name, applied in summary["limits"].items():
-        passing = [(arm["name"], arm["highest_passing_qps"][name]) for arm in summary["arms"]]
-        rates = {rate for _, rate in passing}
+        passing = [(arm["name"], _passing(arm, name)) for arm in arms]
         limit = f"At the {name} s limit"
         if applied != summary["limits_source"][name]:
             limit += f" (applied {applied:.3g} s)"
-        if len(rates) == 1 and len(passing) > 1:
+        if len(found := {words for _, words in passing}) == 1 and len(passing) > 1:
             who = "both arms pass" if len(passing) == 2 else "all arms pass"
-            sentences.append(f"{limit} {who} {_qps(*rates)}")
+            sentences.append(f"{limit} {who} {found.pop()}")
         else:
-            sentences.append(f"{limit} " + ", ".join(f"{arm} passes {_qps(rate)}" for arm, rate in passing))
+            sentences.append(f"{limit} " + ", ".join(f"{arm} passes {words}" for arm, words in passing))
         sentences[-1] += _boundary(summary, name) + "."
     unstable = [
         f"{arm['name']} from {arm['first_unstable_qps']:g} QPS"
-        for arm in summary["arms"]
+        for arm in arms
         if arm["first_unstable_qps"] is not None
     ]
     if unstable:
         sentences.append(f"Unstable (the backlog grows): {', '.join(unstable)}.")
-    repeats = min(boundary_repeats(arm) for arm in summary["arms"])
-    if repeats < 3 and len(summary["arms"]) > 1:
+    factor = summary["arrived_over_offered"]
+    if factor is not None and abs(factor - 1) > NOMINAL:
+        sentences.append(f"Rates are nominal: this trace's requests arrive at {factor:.2f} times them.")
+    short = sum(not cell["stability_known"] for arm in arms for cell in arm["cells"])
+    if short:
+        sentences.append(
+            f"{_count(short, 'cell has', 'cells have')} too few requests to tell whether the backlog grows."
+        )
+    repeats = min((boundary_repeats(arm) for arm in arms), default=0)
+    if repeats < 3 and len(arms) > 1:
         sentences.append(
             f"{_count(repeats, 'repeat')} at a boundary: how far chance moves these rates is not known"
             " (3 repeats needed)."
         )
-    return Finding("Load", " ".join(sentences), "sure" if repeats >= 3 else "open")
+    return Finding("Load", " ".join(sentences), "open" if short or not _sure_of_rates(summary) else "sure")
+
+
+def _sure_of_rates(summary: Summary) -> bool:
+    """Whether a difference of highest passing rates is more than chance: three repeats over two launches of every
+    arm, and intervals of the difference without zero."""
+    arms, parts = _measured(summary), summary["boundary_difference"]
+    intervals = [part["interval_qps"] for part in parts]
+    return (
+        all(boundary_repeats(arm) >= 3 and (arm["launches"] > 1 or len(arms) == 1) for arm in arms)
+        and all(None not in arm["first_failing_qps"].values() for arm in arms)
+        and all(each and (_above(each["low"]) or _above(each["high"], -1)) for each in intervals)
+    )
+
+
+def _above(end: float | None, sign: int = 1) -> bool:
+    return end is not None and sign * end > 0
+
+
+def _passing(arm: Mapping[str, Any], limit: str) -> str:
+    """A highest passing rate, with what is not known about it."""
+    passed = arm["highest_passing_qps"][limit]
+    if arm["first_failing_qps"][limit] is not None:
+        return _qps(passed)
+    if passed is None:
+        return "an unknown rate (no cell counts at the lowest)"
+    return f"at least {passed:g} QPS (nothing higher was shown not to pass)"
 
 
 def boundary_repeats(arm: Mapping[str, Any]) -> int:

@@ -126,7 +126,8 @@ def test_the_headline_stands_at_the_fixed_cohorts_rate(tmp_path: Path) -> None:
 def test_rates_need_three_repeats(tmp_path: Path) -> None:
     assert "3 repeats needed" in said(written(tmp_path / "a", pair(0.0, 0.0, repeats=2)))["Load"][1]
     text = said(written(tmp_path / "b", pair(0.0, 0.0)))["Load"][1]
-    assert "both arms pass 1 QPS" in text and "unbounded to unbounded" in text
+    assert "both arms pass at least 1 QPS (nothing higher was shown not to pass)" in text
+    assert "unbounded to unbounded" in text and "backlog grows" not in text
 
 
 def test_repeats_are_counted_where_an_arm_has_fewest_at_its_boundary(tmp_path: Path) -> None:
@@ -138,9 +139,26 @@ def test_repeats_are_counted_where_an_arm_has_fewest_at_its_boundary(tmp_path: P
     state, text = said(written(tmp_path / "a", cells))["Load"]
     assert state == "open" and "1 repeat at a boundary" in text
     state, text = said(written(tmp_path / "b", pair(0.0, 0.0, repeats=3)))["Load"]
-    assert state == "sure" and "at a boundary" not in text
+    assert state == "open" and "at a boundary" not in text  # what both pass was not found
     alone = {key: run for key, run in pair(0.0, 0.0, repeats=3).items() if key.arm == "tp8"}
-    assert "0 repeats at a boundary" in said(written(tmp_path / "c", alone))["Load"][1]
+    assert "tp8 passes at least 1 QPS" in said(written(tmp_path / "c", alone))["Load"][1]
+
+
+@pytest.mark.parametrize(
+    ("launches", "dcp8_misses_at", "state"), [(True, 4.0, "sure"), (True, 2.0, "open"), (False, 4.0, "open")]
+)
+def test_a_difference_of_rates_is_measured_over_launches_and_without_zero(
+    tmp_path: Path, launches: bool, dcp8_misses_at: float, state: str
+) -> None:
+    """Limits of 1 and 2 s, three repeats: tp8 passes 1 QPS and not 2, dcp8 passes twice as much, or as much."""
+    cells = {
+        CellKey(arm, rate, repeat): run_of(repeat, 3.0 if rate >= misses_at else 0.0)
+        for arm, misses_at in (("tp8", 2.0), ("dcp8", dcp8_misses_at))
+        for rate in (1.0, 2.0, 3.0, 4.0)
+        for repeat in range(3)
+    }
+    found, text = said(written(tmp_path, cells, launches=launches))["Load"]
+    assert found == state and "at least" not in text
 
 
 def test_other_tokens_that_margins_explain_do_not_read_as_failure(tmp_path: Path) -> None:
@@ -175,6 +193,8 @@ def test_a_failed_parity_leaves_no_headline(tmp_path: Path) -> None:
     assert "<h2>Result</h2>" not in page and "highest passing QPS" not in page
     assert "<strong>parity refused: prompt p0 &lt;b&gt;</strong>" in page
     assert list(said(store)) == ["No comparison"]
+    assert "Paired differences" not in (store.path / "table.md").read_text() and "dcp8 - tp8" not in page
+    assert len((store.path / "paired.csv").read_text().splitlines()) == 1
 
 
 def test_limits_by_rule(tmp_path: Path) -> None:

@@ -188,6 +188,20 @@ def test_near_saturation_there_is_no_interval() -> None:
     assert refused.reason is not None and refused.reason.startswith("near saturation: 85% of the requests")
 
 
+def test_another_pass_over_a_short_trace_meets_the_same_busy_spells() -> None:
+    """24 requests at a share of 0.5 are short of 20 memories of 4 requests, however often they are sent."""
+
+    def passes(launches: list[Launch]) -> list[Launch]:
+        return [
+            {(turn, name): each[0, name] for turn in range(20) for name in NAMES[:24]} for each in launches
+        ]
+
+    first, other = passes(arm(1, [0.0, 0.0])), passes(arm(2, [0.1, 0.1]))
+    found = paired_estimate(first, other, COHORT_OF, waiting=0.5)
+    assert found.n == 480 and found.cohorts == 240
+    assert found.interval is None and found.reason is not None and found.reason.endswith("as long, not of 24")
+
+
 @pytest.mark.parametrize(("only_first", "only_other"), [(0, 0), (1, 0), (5, 5), (3, 11), (40, 21)])
 def test_mcnemar_agrees_with_scipys_exact_test(only_first: int, only_other: int) -> None:
     keys = [(0, str(index)) for index in range(only_first + only_other)]

@@ -113,6 +113,42 @@ def test_miss_accounting(tmp_path: Path) -> None:
     assert tp2["first_miss_qps"] == {"15": 2.0, "25": 2.0}
     assert dcp2["highest_passing_qps"] == {"15": None, "25": 2.0}
     assert dcp2["first_miss_qps"] == {"15": 1.0, "25": None}
+    assert dcp2["first_failing_qps"] == {"15": 1.0, "25": None}
+
+
+def test_a_rate_above_which_nothing_failed_is_no_boundary(tmp_path: Path) -> None:
+    """tp2 misses at 2 QPS; dcp2 was not measured there, or its client was late: 1 QPS is all that is known."""
+    for name, more in (
+        ("unmeasured", {}),
+        ("late", {CellKey("dcp2", 2.0, 0): replace(FAST, loop_lag_s=[9.0])}),
+    ):
+        cells = {CellKey("tp2", 1.0, 0): FAST, CellKey("tp2", 2.0, 0): FAILING, CellKey("dcp2", 1.0, 0): FAST}
+        text = markdown_report(summary_of(tmp_path / name, cells | more))
+        assert "tp2 passes 1 QPS, dcp2 passes at least 1 QPS (nothing higher was shown not to pass)" in text
+        assert "| >= 1 " in text
+    unknown = {CellKey("tp2", 1.0, 0): replace(FAST, loop_lag_s=[9.0])}
+    assert "tp2 passes an unknown rate" in markdown_report(summary_of(tmp_path / "unknown", unknown))
+
+
+def test_a_boundary_is_not_where_the_client_was_late(tmp_path: Path) -> None:
+    """Both pass 1 QPS. tp2 may stop anywhere from there to 2 QPS, at which it misses: at 1.5 its client was late."""
+    late = replace(FAST, loop_lag_s=[9.0])
+    cells = {
+        CellKey(arm, rate, repeat): FAILING if rate == 2.0 else late if (arm, rate) == ("tp2", 1.5) else FAST
+        for repeat in range(3)
+        for arm in ("tp2", "dcp2")
+        for rate in (1.0, 1.5, 2.0)
+    }
+    summary = summary_of(tmp_path / "run", cells)
+    assert [part["interval_qps"] for part in summary["boundary_difference"]] == 2 * [
+        {"low": pytest.approx(-0.5), "high": pytest.approx(1.0)}
+    ]
+
+
+def test_a_cell_too_short_to_tell_a_growing_backlog_says_so(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path / "run", PAIR)
+    assert [cell["stability_known"] for arm in summary["arms"] for cell in arm["cells"]] == [False] * 4
+    assert "4 cells have too few requests to tell whether the backlog grows." in markdown_report(summary)
 
 
 def test_achieved_rate_counts_successes_only(tmp_path: Path) -> None:
@@ -148,9 +184,47 @@ def test_fixed_cohort_pools_repeats_at_the_lowest_rate_valid_everywhere(tmp_path
 
 
 def test_fixed_cohort_without_a_common_rate(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path / "run", {CellKey("tp2", 1.0, 0): FAST})
+    cells = {CellKey("tp2", 1.0, 0): FAST, CellKey("dcp2", 1.0, 0): replace(FAST, aborted=True)}
+    summary = summary_of(tmp_path / "run", cells)
     assert summary["arms"][0]["fixed_cohort"]["ttft_p50_s"] is None
-    assert "no offered rate has valid cells in every arm" in markdown_report(summary)
+    assert summary["arms"][0]["at_load"]["answer_p50_s"] is None
+    assert "no offered rate has valid cells in every measured arm" in markdown_report(summary)
+
+
+def test_an_arm_that_was_not_measured_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    three = summary_of(tmp_path / "three", PAIR, arms=("tp2", "dcp2", "dcp2-stock"))
+    two = summary_of(tmp_path / "two", PAIR)
+    assert three["arms"][0]["fixed_cohort"]["ttft_p50_s"] is not None
+    for name in ("fixed_cohort", "at_load"):
+        assert [arm[name] for arm in three["arms"][:2]] == [arm[name] for arm in two["arms"]]
+
+
+def test_what_follows_the_first_token_stands_beside_it(tmp_path: Path) -> None:
+    """Two tokens 0.1 s apart; the answer ends with the second. At 2 QPS, the highest rate valid in both arms."""
+    summary = summary_of(tmp_path / "run", PAIR)
+    tp2, dcp2 = summary["arms"]
+    assert dcp2["at_load"] == {
+        "offered_qps": 2.0,
+        "n": 6,
+        "tpot_p50_s": pytest.approx(0.1),
+        "answer_p50_s": pytest.approx(0.85),
+    }
+    assert tp2["cells"][0]["answer_s"] == {"p50": pytest.approx(0.85), "p90": None, "p99": None}
+    text = markdown_report(summary)
+    assert "P50 per later token at 2 QPS | P50 whole answer at 2 QPS" in text
+    assert "a later token takes tp2 100.0 ms, dcp2 100.0 ms; a whole answer tp2 1.75 s, dcp2 850 ms." in text
+
+
+def test_the_rate_at_which_a_trace_really_arrives(tmp_path: Path) -> None:
+    """Due at 0, 1, ... 5 s, offered at 1 and 2 QPS by name."""
+    summary = summary_of(tmp_path / "run", {CellKey("tp2", 2.0, 0): FAST})
+    assert summary["arms"][0]["cells"][0]["arrived_qps"] == 1.0
+    assert summary["arrived_over_offered"] == 0.5
+    text = markdown_report(summary)
+    assert "Its requests arrive at 0.5 times the offered rate" in text
+    assert "Rates are nominal: this trace's requests arrive at 0.50 times them." in text
+    exact = markdown_report(summary_of(tmp_path / "exact", {CellKey("tp2", 1.0, 0): FAST}))
+    assert "nominal" not in exact
 
 
 def test_pairs_are_of_the_same_request_and_valid_in_both_arms(tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ import math
 import pytest
 
 from harness.errors import UserError
-from harness.sla import CellVerdict, Limits, Rule, RuleVerdict, first_miss, highest_passing, misses
+from harness.sla import (
+    CellVerdict,
+    Limits,
+    Rule,
+    RuleVerdict,
+    first_failing,
+    first_miss,
+    highest_passing,
+    misses,
+)
 
 
 def cells(*rows: tuple[float, bool, int]) -> list[CellVerdict]:
@@ -37,6 +46,22 @@ def test_the_limit_itself_is_no_miss() -> None:
 def test_rates(rows: list[tuple[float, bool, int]], passing: float | None, missing: float | None) -> None:
     assert highest_passing(cells(*rows)) == passing
     assert first_miss(cells(*rows)) == missing
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "failing"),
+    [
+        ([CellVerdict(0.5, True, 0), CellVerdict(1.0, True, 0)], None),  # nothing was shown not to pass
+        ([CellVerdict(0.5, True, 0), CellVerdict(1.0, True, 1)], 1.0),
+        ([CellVerdict(0.5, True, 0), CellVerdict(1.0, False, 0, True), CellVerdict(1.5, True, 2)], 1.0),
+        ([CellVerdict(0.5, True, 0), CellVerdict(1.0, False, 3), CellVerdict(1.5, True, 2)], 1.5),
+        ([CellVerdict(0.5, True, 0), CellVerdict(1.0, False, 3)], None),  # a late client tells nothing
+        ([CellVerdict(0.5, True, 2)], 0.5),
+        ([], None),
+    ],
+)
+def test_what_was_shown_not_to_pass(verdicts: list[CellVerdict], failing: float | None) -> None:
+    assert first_failing(verdicts) == failing
 
 
 def test_limits_keep_the_source_names() -> None:
