@@ -261,8 +261,10 @@ class PairRun:
         return engine
 
     async def _baseline(self, engine: Engine, target: Target, trace: Trace) -> None:
-        """Limits and rates (requests a second) of the sweep are frozen in the manifest here."""
+        """Limits and rates (requests a second) of the sweep are frozen in the manifest, as asked for or measured."""
         options = self.options
+        if options.absolute_rates and options.limits_s:
+            return self._run.freeze(None, target.name, options.rates, options.limits_s, absolute=True)
         baseline = await engine.guard(measure_baseline(target, trace), "measuring its baseline")
         self._run.freeze(baseline, target.name, options.rates, options.limits_s, options.absolute_rates)
         manifest = self._run.manifest

@@ -348,4 +348,5 @@ def test_a_budget_that_holds_no_cell_is_planned_told_and_noted(
     assert (done["event"], done["cells"], done["dir"]) == ("done", 0, str(out))
     assert "plan: 2 cells" in shown.err and "budget 5 min, which 0.001, 20 QPS may not fit into" in shown.err
     assert any("--resume goes on" in note for note in read(out / "manifest.json")["notes"])
+    assert not (out / "baseline.json").exists()  # nothing would follow from it
     assert engines_of(out) == []
