@@ -71,6 +71,8 @@ def main() -> None:
         answer(args.arm, args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
+    if any(args.out.iterdir()):
+        sys.exit(f"{args.out} is not empty; name a new folder")
     config = CONFIG if args.slice == "small" else slice_config(args.slice)
     (args.out / "config.json").write_text(json.dumps(config, indent=1))
     generator = np.random.Generator(np.random.PCG64(7))
@@ -84,6 +86,20 @@ def main() -> None:
     ]
     (args.out / "prompts.json").write_text(json.dumps(prompts))
 
+    started = time.monotonic()
+    ended = run(args)
+    report = judge(args.out, args.arms, ended, args.tolerance)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    (args.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = table(report)
+    (args.out / "parity.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    sys.exit(0 if report["ok"] else 1)
+
+
+def run(args: argparse.Namespace) -> dict[str, int]:
+    """The reference and every arm, at most `args.together` at once; exit statuses by arm."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     reference = [sys.executable, "-m", "kimi_k3_serve.slice_reference", "--model", str(args.out)]
     reference += ["--prompts", str(args.out / "prompts.json"), "--out", str(args.out / "reference.part")]
@@ -98,37 +114,35 @@ def main() -> None:
     ended: dict[str, int] = {}
     waiting = list(args.arms)  # started in this order
     running: dict[str, tuple[Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < args.together:
-            name = waiting.pop(0)
-            running[name] = start(name, args.out, environment, list(ARMS).index(name))
-        for name, (process, since) in list(running.items()):
-            late = time.monotonic() - since > args.timeout
-            if late or process.poll() is not None:
-                stop(process)
-                ended[name] = process.returncode
-                del running[name]
-                seconds, answers = time.monotonic() - started, args.out / f"{slug(name)}.json"
-                times = json.loads(answers.read_text())["seconds"] if answers.is_file() else ""
-                print(
-                    f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode} {times}", flush=True
-                )
-        if referee.poll() == 0 and (args.out / "reference.part").is_file():
-            (args.out / "reference.part").rename(args.out / "reference.json")
-            print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
-        if referee.poll() not in (None, 0):
-            for process, _ in running.values():
-                stop(process)
-            sys.exit(f"the reference failed: {last_words(args.out / 'reference.log')}")
-        time.sleep(0.5)
-    referee.wait()
-    report = judge(args.out, args.arms, ended, args.tolerance)
-    report["seconds"] = round(time.monotonic() - started, 1)
-    (args.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = table(report)
-    (args.out / "parity.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    sys.exit(0 if report["ok"] else 1)
+    try:
+        while waiting or running or not (args.out / "reference.json").is_file():
+            while waiting and len(running) < args.together:
+                name = waiting.pop(0)
+                running[name] = start(name, args.out, environment, list(ARMS).index(name))
+            for name, (process, since) in list(running.items()):
+                late = time.monotonic() - since > args.timeout
+                if late or process.poll() is not None:
+                    stop(process)
+                    ended[name] = process.returncode
+                    del running[name]
+                    seconds, answers = time.monotonic() - started, args.out / f"{slug(name)}.json"
+                    times = json.loads(answers.read_text())["seconds"] if answers.is_file() else ""
+                    print(
+                        f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode} {times}",
+                        flush=True,
+                    )
+            if referee.poll() == 0 and (args.out / "reference.part").is_file():
+                (args.out / "reference.part").rename(args.out / "reference.json")
+                print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
+            if referee.poll() not in (None, 0):
+                sys.exit(f"the reference failed: {last_words(args.out / 'reference.log')}")
+            time.sleep(0.5)
+    finally:  # also where this run is interrupted
+        for process, _ in running.values():
+            stop(process)
+        if referee.poll() is None:
+            referee.kill()
+    return ended
 
 
 def start(name: str, out: Path, environment: Mapping[str, str], index: int) -> tuple[Any, float]:
