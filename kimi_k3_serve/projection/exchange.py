@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from kimi_k3_serve.projection import kernels
 from kimi_k3_serve.symmetric.deadline import Deadline
@@ -183,7 +184,9 @@ class PeerProjection:
         columns = (self.first + self.second) * UNIT // dtype.itemsize
         weight = torch.zeros(columns, self.inputs, dtype=dtype, device=self.bases.device)
         # One kernel for each power of two that a number of rows is rounded up to.
-        for rows in {power_of_two(rows): rows for rows in range(1, self.geometry.rows + 1)}.values():
+        for rows in {
+            triton.next_power_of_2(rows): rows for rows in range(1, self.geometry.rows + 1)
+        }.values():
             self.project(weight.new_zeros(rows, self.inputs), weight)
 
     def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -223,9 +226,9 @@ class PeerProjection:
             FIRST=self.first,
             SECOND=self.second,
             ROWS=self.geometry.rows,
-            M=power_of_two(rows),
+            M=triton.next_power_of_2(rows),
             WORLD_SIZE=self.world_size,
-            WORLD_PADDED=power_of_two(self.world_size),
+            WORLD_PADDED=triton.next_power_of_2(self.world_size),
             PTX=self.bases.is_cuda,
             num_warps=8,
         )
@@ -242,8 +245,3 @@ def deadline(rank: int, timeout_s: float, memory: torch.Tensor) -> Deadline:
         )
 
     return Deadline(timeout_s, words, on_gpu=memory.is_cuda)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number` (at least 1)."""
-    return 1 << max(number - 1, 0).bit_length()

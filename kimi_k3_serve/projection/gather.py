@@ -10,6 +10,7 @@ All ranks agree once, when the model is built. More rows than a way takes (prefi
 than BF16 and FP16 go through the standard all-gather: a choice that depends on what is alike on all ranks.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
 from kimi_k3_serve.symmetric.deadline import limit_s
+
+logger = logging.getLogger("vllm.kimi_k3_serve.projection")
 
 SWITCH = "KIMI_K3_PROJECTION_GATHER"
 USE_B12X = "VLLM_USE_B12X_DCP_A2A"
@@ -264,6 +267,8 @@ def select_pair(
     )
     if peer is None and value == "peer":
         raise ProjectionGatherError(f"{SWITCH}=peer cannot work here: {reason}; use {SWITCH}=auto")
+    if peer is None:
+        logger.warning("Paired projection rows go over two all-gathers, not over peers: %s", reason)
     return PairedGather(group, peer, reason, ubatch)
 
 

@@ -308,8 +308,10 @@ def test_widths_that_the_peer_gather_cannot_cut_take_the_all_gather(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice = gather.select(alone, (1536, 36), GPU)
     assert choice.name == "collective" and "36 bytes a row and rank are not a multiple of 8" in choice.reason
+    told: list[str] = []
+    monkeypatch.setattr(gather.logger, "warning", lambda text, *words: told.append(text % words))
     pair = gather.select_pair(alone, 64, 12, GPU)
-    assert pair.peer is None and "12 bytes" in pair.reason
+    assert pair.peer is None and "12 bytes" in pair.reason and pair.reason in told[0]
 
 
 def test_what_the_peer_gather_takes() -> None:
