@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests arrive, in unit-rate time: the first at 0, the mean gap 1. Pure.
+"""When requests arrive, in unit-rate time: the first at 0, the mean gap 1 (of drawn gaps: expected). Pure.
 
 - `constant`: every gap is 1; for calibration, and to see a server without bursts.
 - `poisson`: exponential gaps; many users who know nothing of one another.

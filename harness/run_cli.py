@@ -80,14 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _require_same_run(store: RunStore, asked: Mapping[str, Any]) -> None:
-    """Raises UserError where a resumed run was begun with other arms or other rules than are asked for now."""
+    """Raises UserError where a resumed run was begun with other rules than are asked for now."""
     begun = store.manifest
-    names = {name: [arm["name"] for arm in run["arms"]] for name, run in (("begun", begun), ("asked", asked))}
-    if more := [name for name in names["asked"] if name not in names["begun"]]:
-        raise UserError(
-            f"{store.path} was begun with the arms {', '.join(names['begun'])}, without {', '.join(more)};"
-            " resume it with its own arms, or choose another --out"
-        )
     for fact in MUST_AGREE:
         if begun.get(fact) != json.loads(json.dumps(asked.get(fact))):
             raise UserError(
@@ -158,17 +152,35 @@ async def _measure(
         manifest["client_calibration"] = await calibrate.brief(trace)
         store.write_manifest(manifest)
         print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
+
+    async def describe(target: Target) -> dict[str, Any]:
+        """A server that answers none of the questions now is still the one that it was."""
+        now = await describe_server(target)
+        return now if now["version"] or now["card"] or now["flags"] else engines[target.name]
+
     with display(sys.stderr, json=arguments.json) as progress:
-        return await measure(store, targets, trace, plan, engines=engines, on_progress=progress, stop=stop)
+        return await measure(
+            store,
+            targets,
+            trace,
+            plan,
+            engines=engines,
+            describe=describe,
+            on_progress=progress,
+            stop=stop,
+        )
 
 
 def _read_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the API key in {path}: {error}") from error
+    if not key.isascii() or not key.isprintable():
+        raise UserError(f"the API key in {path} holds what no HTTP header may: give one line of ASCII")
+    return key
 
 
 def _fixed_cohort(trace: Trace, named: int | None) -> int:

@@ -54,6 +54,12 @@ class Sample:
     prefix_hits_total: float | None = None
     process_start_unix_s: float | None = None
 
+    @property
+    def requests(self) -> float | None:
+        """All that are in the engine."""
+        known = [value for value in (self.running, self.waiting) if value is not None]
+        return sum(known) if known else None
+
 
 COLUMNS = tuple(field.name for field in fields(Sample) if field.name != "unix_s")
 
@@ -129,3 +135,18 @@ class Scraper:
             async with self._session.get(self._url, ssl=self._tls) as response:
                 if response.status == 200:
                     self.samples.append(sample_of(await response.text(errors="replace"), time.time()))
+
+
+async def wait_until_idle(
+    base_url: str, tls: ssl.SSLContext | None, stop: asyncio.Event, limit_s: float = 60.0
+) -> None:
+    """Returns when no request is in the engine (or it does not tell), `stop` is set, or after `limit_s`.
+
+    What an overloaded cell left behind would be the next one's queue.
+    """
+    async with Scraper(base_url, tls) as scraper:
+        ends_s = time.monotonic() + limit_s
+        while scraper.samples and scraper.samples[-1].requests and time.monotonic() < ends_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), INTERVAL_S)
+                return

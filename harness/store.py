@@ -12,6 +12,7 @@ A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rat
 
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -120,6 +121,12 @@ class RunStore:
             store = cls.open(path)
             if store.trace().sha256 != trace.sha256:
                 raise UserError(f"{path} was measured with another trace; choose another --out")
+            begun, asked = ([arm["name"] for arm in each["arms"]] for each in (store.manifest, manifest))
+            if more := [name for name in asked if name not in begun]:
+                raise UserError(
+                    f"{path} was begun with the arms {', '.join(begun)}, without {', '.join(more)};"
+                    " resume it with its own arms, or choose another --out"
+                )
             return store
         if path.is_dir() and not any((path / "cells").glob("*.json")):
             for leftover in ("trace.jsonl.gz", "manifest.json.tmp"):
@@ -160,7 +167,7 @@ class RunStore:
         trace_sha256: str,
         cache_salt: str,
         engine: Mapping[str, Any] | None = None,
-        launch: int = 0,
+        launch: int | None = None,
         prefix_cache_reset: bool = False,
         identity: str | None = None,
         client_processes: int = 1,
@@ -191,7 +198,7 @@ class RunStore:
             "launch": launch,
             "identity": identity,
             "prefix_cache_reset": prefix_cache_reset,
-            "metrics": summarise_samples(samples),
+            "metrics": summarise_samples(samples, run.started_unix_s),
         }
         write_json(self._cells / f"{key}.json", facts)
 
@@ -297,8 +304,11 @@ def new_arm(
     }
 
 
-def summarise_samples(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What a cell's metrics come to: rises of counters, maxima of gauges; None for what was not exported."""
+def summarise_samples(samples: Sequence[Sample], began_unix_s: float = -math.inf) -> dict[str, Any]:
+    """What a cell's metrics come to: rises of counters, maxima of gauges; None for what was not exported.
+
+    `requests_before`: how many were in the engine before the cell began.
+    """
 
     def values(name: str) -> list[float]:
         return [value for s in samples if (value := getattr(s, name)) is not None]
@@ -316,6 +326,7 @@ def summarise_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     counters_fell = any((rise(name) or 0) < 0 for name in ("prefix_hits_total", "preemptions_total"))
     return {
         "available": bool(samples),
+        "requests_before": samples[0].requests if samples and samples[0].unix_s < began_unix_s else None,
         "prefix_hits_delta": rise("prefix_hits_total"),
         "preemptions_delta": rise("preemptions_total"),
         "kv_usage_max": highest("kv_usage"),

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -22,7 +22,7 @@ from harness.connection import tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
 from harness.load import CellSpec, Progress, Target, refusal, run_cell
-from harness.scrape import Scraper
+from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
@@ -35,6 +35,7 @@ WARM_UP_TOKENS = 8  # completion tokens of the warm-up request
 WARM_UP_SEED = 20_261_129
 FIRST_TAIL_S = 10.0  # guess of a cell's time beyond its schedule, before one was measured
 RESET_TIMEOUT_S = 10.0
+IDLE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Position:
 
 
 OnProgress = Callable[[Position, Progress], None]
+Describe = Callable[[Target], Awaitable[Mapping[str, Any]]]
 
 
 async def measure(
@@ -58,6 +60,7 @@ async def measure(
     *,
     engines: Mapping[str, Mapping[str, Any]] | None = None,
     launches: Mapping[str, int] | None = None,
+    describe: Describe | None = None,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
     warmed: Collection[str] = (),
@@ -66,7 +69,9 @@ async def measure(
 
     Each arm gets one warm-up request before its first cell, but for those `warmed` already. A cell that `stop`
     cut short is kept, marked aborted, and measured again by the next call. `engines` holds what to record about
-    each arm's engine with its cells, by the arm's name, and `launches` which launch of it this is, from 0. Raises
+    each arm's engine with its cells, by the arm's name, and `launches` which launch of it this is, from 0; where
+    others start and end it, `describe` says before each cell what it is now. A cell begins when the engine is idle,
+    or a minute later: then it does not count. Raises
     UserError when a server refuses a cell's first requests (that cell is kept too), and when the store holds cells
     of another engine, trace or harness.
     """
@@ -114,8 +119,12 @@ async def measure(
         processes = plan.client_processes or processes_for(
             key.offered_qps, body_bytes, len(os.sched_getaffinity(0))
         )
+        if describe:
+            facts[key.arm] = dict(await describe(target))
+        tls = tls_context(target.ca_file)
+        await wait_until_idle(target.base_url, tls, stop, IDLE_WAIT_S)
         was_reset = await reset_prefix_cache(target)
-        async with Scraper(target.base_url, tls_context(target.ca_file)) as scraper:
+        async with Scraper(target.base_url, tls) as scraper:
             run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)
         store.write_cell(
             key,
@@ -124,7 +133,7 @@ async def measure(
             trace_sha256=trace.sha256,
             cache_salt=salt,
             engine=facts[key.arm] or None,
-            launch=(launches or {}).get(key.arm, 0),
+            launch=(launches or {}).get(key.arm),
             prefix_cache_reset=was_reset,
             identity=identity(facts[key.arm], trace.sha256),
             client_processes=processes,

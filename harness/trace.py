@@ -2,9 +2,10 @@
 """The frozen workload: every prompt, length and arrival, fixed and hashed before any server starts.
 
 A trace file is JSON Lines (gzip when its name ends in `.gz`): a header, then one request a line. Arrivals are
-in *unit-rate time*, whose mean gap is 1, so that one trace serves every offered rate: at q requests a second
-a request is due `arrival / q` seconds after the cell starts. Two runs compare only when they name the same
-SHA-256.
+in *unit-rate time*, so that one trace serves every offered rate: at q requests a second a request is due
+`arrival / q` seconds after the cell starts. The mean gap is 1 of recorded and constant arrivals; of drawn ones it is
+1 in the long run only, so that a short trace has a rate of its own, which reports state. Two runs compare only when
+they name the same SHA-256.
 """
 
 import gzip
@@ -83,6 +84,19 @@ def new_trace(generator: Mapping[str, Any], scale: float, requests: Iterable[Req
     return Trace(header, scale, _sha256(header, kept), kept)
 
 
+def require_usable(requests: int, cohort_size: int, seed: int, vocab_size: int, scale: float) -> None:
+    """What every way to make a trace asks for. Raises UserError naming the option."""
+    for wrong, problem in (
+        (not 0 < scale < float("inf"), f"--scale is {scale:g}; give a finite number above 0"),
+        (requests < 1, f"--requests is {requests}; give at least 1"),
+        (cohort_size < 1, f"--cohort-size is {cohort_size}; give at least 1"),
+        (seed < 0, f"--seed is {seed}; give 0 or more"),
+        (vocab_size <= FIRST_TOKEN_ID, f"--vocab-size is {vocab_size}; give more than {FIRST_TOKEN_ID}"),
+    ):
+        if wrong:
+            raise UserError(problem)
+
+
 def make_trace(
     *,
     requests: int,
@@ -104,17 +118,12 @@ def make_trace(
     never `output_tokens`. `burstiness` belongs to gamma arrivals, `recorded_s` (times of a log, s) to
     recorded ones; see arrivals.py.
     """
-    if not 0 < scale < float("inf"):
-        raise UserError(f"--scale is {scale:g}; give a finite number above 0")
+    require_usable(requests, cohort_size, seed, vocab_size, scale)
     shortest, longest = round(min_tokens * scale), round(max_tokens * scale)
     for wrong, problem in (
-        (requests < 1, f"--requests is {requests}; give at least 1"),
         (not 1 <= shortest <= longest, f"prompts of {shortest} to {longest} tokens; need 1 <= min <= max"),
         (output_tokens < 1, f"--output-tokens is {output_tokens}; give at least 1"),
-        (cohort_size < 1, f"--cohort-size is {cohort_size}; give at least 1"),
         (arrivals not in ARRIVALS, f"--arrivals is {arrivals!r}; choose one of {', '.join(ARRIVALS)}"),
-        (vocab_size <= FIRST_TOKEN_ID, f"--vocab-size is {vocab_size}; give more than {FIRST_TOKEN_ID}"),
-        (seed < 0, f"--seed is {seed}; give 0 or more"),
         (not fits(arrivals, burstiness), BURSTINESS),
         (
             arrivals == "recorded" and len(recorded_s) < requests,

@@ -14,6 +14,7 @@ from harness.stats import quantile, slope
 
 SPAN_TOLERANCE = 0.01
 SPAN_FLOOR_S = 0.010
+RESENT_SHARE = 0.01
 GROWTH_ARRIVALS = 10
 GROWTH_Z = 2.0
 """One-sided 2 %. How often that calls cells unstable at which load: benchmarks/stability_selftest.py."""
@@ -204,6 +205,18 @@ def _wrong_prompts(evidence: Evidence) -> Iterator[str]:
         yield f"server counted other prompt tokens in {len(wrong)} requests ({name}: {server}, trace {ours})"
 
 
+def _busy_before(evidence: Evidence) -> Iterator[str]:
+    if before := evidence.metrics.get("requests_before"):
+        yield f"{before:g} requests were in the engine before the cell began"
+
+
+def _resent(evidence: Evidence) -> Iterator[str]:
+    """One may be a race; more is a server that sheds load by closing connections, which would pass as slow."""
+    resent = sum(record.reconnects for record in evidence.records)
+    if resent > max(1, RESENT_SHARE * len(evidence.records)):
+        yield f"{resent} requests were sent twice: the server had closed their connections unanswered"
+
+
 def _prefix_hits(evidence: Evidence) -> Iterator[str]:
     hits = evidence.metrics.get("prefix_hits_delta")
     if hits and not evidence.shares_prefixes:
@@ -217,6 +230,8 @@ def _restarted(evidence: Evidence) -> Iterator[str]:
 
 def _preempted(evidence: Evidence) -> Iterator[str]:
     preemptions = evidence.metrics.get("preemptions_delta")
+    if evidence.no_preemption and preemptions is None:
+        yield "preemptions are unknown in a run declared --no-preemption: the server does not count them"
     if evidence.no_preemption and preemptions:
         yield f"{preemptions:g} preemptions in a run declared --no-preemption"
 
@@ -256,9 +271,21 @@ _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _late_client,
     _wrong_span,
     _wrong_prompts,
+    _busy_before,
+    _resent,
     _prefix_hits,
     _restarted,
     _engine_changed,
     _preempted,
     _unstable,
 )
+
+
+def unchecked(evidence: Evidence) -> list[str]:
+    """What nobody could check about a cell, for want of evidence from its server."""
+    answered = [record for record in evidence.records if record.status == OK]
+    counted = any(record.server_prompt_tokens for record in answered)
+    found = [] if counted or not answered else ["prompt lengths (its answers state no usage)"]
+    if not evidence.metrics.get("available"):
+        found.append("prefix hits, preemptions, restarts and other load (it exports no metrics)")
+    return found

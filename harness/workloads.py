@@ -20,7 +20,7 @@ import orjson
 
 from harness.arrivals import BURSTINESS, fits, from_log, mean_gap_s, unit_times
 from harness.errors import UserError
-from harness.trace import Request, Trace, draw_tokens, new_trace
+from harness.trace import Request, Trace, draw_tokens, new_trace, require_usable
 
 PROMPT_KINDS = ("tokens", "text", "chat")
 
@@ -44,14 +44,13 @@ def make_shared_prefix(
     Which prefix a request has is drawn at random. Hits in the prefix cache are then part of the workload: they
     are reported, and do not make a cell invalid.
     """
+    require_usable(requests, cohort_size, seed, vocab_size, scale)
     shared, own = round(shared_tokens * scale), round(own_tokens * scale)
     for name, value in (
-        ("--requests", requests),
         ("--shared-tokens times --scale", shared),
         ("--own-tokens times --scale", own),
         ("--output-tokens", output_tokens),
         ("--prefixes", prefixes),
-        ("--cohort-size", cohort_size),
     ):
         if value < 1:
             raise UserError(f"{name} is {value}; give at least 1")
@@ -141,6 +140,7 @@ def import_log(
     `scale` shrinks prompts, as everywhere. The log's own rate is kept in the header (`recorded_qps`): offered
     at that rate, the trace runs as it was recorded.
     """
+    require_usable(1 if limit is None else limit, cohort_size, seed, vocab_size, scale)
     rows = read_log(path, columns)[:limit]
     times = [row.time_s for row in rows]
     generator = np.random.Generator(np.random.PCG64(seed))

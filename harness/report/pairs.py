@@ -25,9 +25,8 @@ from harness.validity import ttft_s
 
 def launch_of(cell: Cell) -> str:
     """Which launch of its engine a cell was measured in; cells that do not say belong to one."""
-    engine = cell.facts["engine"] or {}
-    started = cell.facts["metrics"].get("process_start_unix_s")
-    found = cell.facts.get("launch", engine.get("launch", started))
+    launch, started = cell.facts.get("launch"), cell.facts["metrics"].get("process_start_unix_s")
+    found = started if launch is None else launch
     return "unknown" if found is None else str(found)
 
 

@@ -27,6 +27,7 @@ from harness.validity import (
     slip_limit_s,
     slip_s,
     ttft_s,
+    unchecked,
     unstable,
     waited_s,
 )
@@ -84,6 +85,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
             for arm in manifest["arms"]
         ],
         "paired": paired_section(comparable, valid, limits),
+        "other_lengths": _other_lengths(valid),
         "noise_floor": noise_floors(names, valid),
         "boundary_difference": boundary_section(comparable, cells, valid, limits, unstable_keys),
         "parity": parity,
@@ -145,6 +147,7 @@ def summarise_cell(
         "valid": not reasons,
         "unstable": overloaded,
         "invalid_reasons": reasons,
+        "unchecked": unchecked(evidence),
         "n": len(records),
         "failed": sum(record.status != OK for record in records),
         "resent": sum(record.reconnects for record in records),
@@ -300,6 +303,16 @@ def _rule_verdicts(
             "first_miss_qps": first_miss(verdicts),
         }
     return found
+
+
+def _other_lengths(valid: Sequence[Cell]) -> int:
+    """How many requests of the trace were answered with different numbers of tokens, in any two cells."""
+    lengths: dict[str, set[int]] = {}
+    for cell in valid:
+        for r in cell.records:
+            if r.status == OK:
+                lengths.setdefault(r.id, set()).add(r.completion_tokens)
+    return sum(len(found) > 1 for found in lengths.values())
 
 
 def _common_rates(cells: Sequence[Cell], valid: Sequence[Cell]) -> list[float]:

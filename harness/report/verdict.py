@@ -269,12 +269,17 @@ def _trust(summary: Summary) -> Finding:
         if parity is None
         else f" Parity passed: {parity['compared']} positions compared, {other_tokens(parity)}."
     )
+    if other_lengths := summary["other_lengths"]:
+        text += f" {_count(other_lengths, 'request')} got answers of different lengths: others then met another load."
+    for arm in summary["arms"]:
+        if unchecked := list(dict.fromkeys(what for cell in arm["cells"] for what in cell["unchecked"])):
+            text += f" Not checked of {arm['name']}: {'; '.join(unchecked)}."
     left_out: Mapping[str, str] = summary.get("left_out") or {}
     if left_out:
         text += f" Left out: {', '.join(left_out)} (reasons below)."
     if summary["scale"] != 1:
         text += f" Prompts are scaled by {summary['scale']:g}: these are not the times of the full workload."
-    flawed = not cells or any(not cell["unstable"] for _, cell in bad)
+    flawed = not cells or other_lengths or any(not cell["unstable"] for _, cell in bad)
     return Finding("Trust", text, "bad" if flawed else "open" if parity is None or left_out else "sure")
 
 

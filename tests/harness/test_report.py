@@ -130,6 +130,14 @@ def test_a_rate_above_which_nothing_failed_is_no_boundary(tmp_path: Path) -> Non
     assert "tp2 passes an unknown rate" in markdown_report(summary_of(tmp_path / "unknown", unknown))
 
 
+def test_answers_of_different_lengths_are_told(tmp_path: Path) -> None:
+    short = replace(FAST, records=[replace(FAST.records[0], completion_tokens=1), *FAST.records[1:]])
+    same = {CellKey("tp2", 1.0, 0): FAST, CellKey("dcp2", 1.0, 0): SLOW}
+    assert summary_of(tmp_path / "same", same)["other_lengths"] == 0
+    summary = summary_of(tmp_path / "run", same | {CellKey("dcp2", 1.0, 0): short})
+    assert "1 request got answers of different lengths" in markdown_report(summary)
+
+
 def test_a_boundary_is_not_where_the_client_was_late(tmp_path: Path) -> None:
     """Both pass 1 QPS. tp2 may stop anywhere from there to 2 QPS, at which it misses: at 1.5 its client was late."""
     late = replace(FAST, loop_lag_s=[9.0])
@@ -374,6 +382,13 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
         store_of(tmp_path / "run", {})
     with pytest.raises(UserError, match="holds no run"):
         RunStore.open(tmp_path)
+
+
+def test_a_run_goes_on_with_its_own_arms_only(tmp_path: Path) -> None:
+    store_of(tmp_path / "run", PAIR)
+    RunStore.resume(tmp_path / "run", manifest(TRACE, ("dcp2",)), TRACE)
+    with pytest.raises(UserError, match=r"was begun with the arms tp2, dcp2, without tp1;"):
+        RunStore.resume(tmp_path / "run", manifest(TRACE, ("tp2", "tp1")), TRACE)
 
 
 def test_a_run_with_another_trace_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
+
 from fake_server import FakeServer
 
-from harness.scrape import Sample, Scraper, Series, parse_metrics, sample_of
+from harness.scrape import Sample, Scraper, Series, parse_metrics, sample_of, wait_until_idle
 from harness.store import summarise_samples
 
 PAGE = """\
@@ -75,6 +77,7 @@ def test_summary_of_samples() -> None:
     summary = summarise_samples(samples)
     assert summary == {
         "available": True,
+        "requests_before": None,
         "prefix_hits_delta": 2,
         "preemptions_delta": 2,
         "kv_usage_max": 0.9,
@@ -85,6 +88,8 @@ def test_summary_of_samples() -> None:
         "engine_restarted": False,
         "process_start_unix_s": 9,
     }
+    assert summarise_samples(samples, began_unix_s=0.5)["requests_before"] == samples[0].requests
+    assert summarise_samples(samples[1:], began_unix_s=0.5)["requests_before"] is None  # seen too late
     assert summarise_samples([]) == dict.fromkeys(summary) | {
         "available": False,
         "engine_restarted": False,
@@ -105,6 +110,27 @@ async def test_scraper_samples_at_entry_and_exit() -> None:
                 'prefix_cache_hits_total{engine="0"} 0.0', "prefix_cache_hits_total 8"
             )
         assert [sample.prefix_hits_total for sample in scraper.samples] == [0.0, 8.0]
+
+
+async def test_waits_until_the_engine_is_idle() -> None:
+    busy = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
+    async with FakeServer(metrics=busy) as server:
+        waiting = asyncio.create_task(wait_until_idle(server.url, None, asyncio.Event()))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        server.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        await asyncio.wait_for(waiting, 5)
+
+        server.metrics = busy
+        await asyncio.wait_for(wait_until_idle(server.url, None, asyncio.Event(), limit_s=0.1), 5)
+        stop = asyncio.Event()
+        waiting = asyncio.create_task(wait_until_idle(server.url, None, stop))
+        await asyncio.sleep(0.2)
+        stop.set()
+        await asyncio.wait_for(waiting, 0.5)
+
+        server.metrics = None
+        await asyncio.wait_for(wait_until_idle(server.url, None, asyncio.Event()), 0.5)
 
 
 async def test_a_server_without_metrics_gives_no_samples() -> None:

@@ -8,10 +8,12 @@ import pytest
 from builders import manifest, small_trace
 from fake_server import FakeServer, Script
 
+from harness import sweep
 from harness.client import Target
 from harness.errors import UserError
 from harness.load import Progress
 from harness.progress import JsonEvents, ProgressLine
+from harness.report import build_summary
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, cell_order, measure
 from harness.validity import engine_changes
@@ -52,6 +54,41 @@ async def test_every_cell_has_its_own_salt_and_warm_up_is_not_of_the_trace(tmp_p
     assert {cell.facts["cache_salt"] for cell in cells} == set(salts[1:])
     assert {cell.facts["trace_sha256"] for cell in cells} == {TRACE.sha256}
     assert all(cell.facts["engine"] == {"pid": 1} for cell in cells)
+
+
+async def test_servers_of_others_are_asked_what_they_are_before_each_cell(tmp_path: Path) -> None:
+    """A restart shows in the process's start time: then its cells belong to two launches."""
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    asked = 0
+
+    async def describe(_: Target) -> dict[str, object]:
+        nonlocal asked
+        asked += 1
+        server.metrics = f"process_start_time_seconds {asked}\n"
+        return {"digest": f"sha256:{asked}"}
+
+    async with FakeServer() as server:
+        target = Target("a", server.url, "fake")
+        await measure(store, [target], TRACE, Plan((50.0,), repeats=2), describe=describe)
+    cells = list(store.cells())
+    assert [cell.facts["engine"] for cell in cells] == [{"digest": "sha256:1"}, {"digest": "sha256:2"}]
+    assert [cell.facts["launch"] for cell in cells] == [None, None]
+    (arm,) = build_summary(store.manifest, cells)["arms"]
+    assert arm["launches"] == 2
+    assert [cell["launch"] for cell in arm["cells"]] == ["1.0", "2.0"]
+    assert "engine changed: digest differ" in arm["cells"][1]["invalid_reasons"][0]
+
+
+async def test_a_cell_that_begins_in_a_busy_engine_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "IDLE_WAIT_S", 0.1)
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    busy = "vllm:num_requests_running 5\nvllm:num_requests_waiting 40\n"
+    async with FakeServer(metrics=busy) as server:
+        await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)))
+    (arm,) = build_summary(store.manifest, list(store.cells()))["arms"]
+    assert arm["cells"][0]["invalid_reasons"] == ["45 requests were in the engine before the cell began"]
 
 
 async def test_a_refusing_server_ends_the_sweep_and_its_cell_is_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from builders import record
 
 from harness.client import RequestRecord
-from harness.validity import Evidence, backlog_slope_rps, invalid_reasons, slip_limit_s, ttft_s
+from harness.validity import Evidence, backlog_slope_rps, invalid_reasons, slip_limit_s, ttft_s, unchecked
 
 SERVED = [record(index) for index in range(24)]
 
@@ -77,6 +77,42 @@ def test_prompt_tokens() -> None:
 
 def test_prefix_hits() -> None:
     assert reasons(metrics={"prefix_hits_delta": 16.0}) == ["prefix cache hits rose by 16 tokens"]
+
+
+def test_requests_of_others() -> None:
+    assert reasons(metrics={"requests_before": 0.0}) == []
+    assert reasons(metrics={"requests_before": 45.0}) == [
+        "45 requests were in the engine before the cell began"
+    ]
+
+
+def test_preemptions_that_nobody_counts() -> None:
+    assert reasons(metrics={}, no_preemption=True) == [
+        "preemptions are unknown in a run declared --no-preemption: the server does not count them"
+    ]
+    assert reasons(metrics={"preemptions_delta": 0.0}, no_preemption=True) == []
+
+
+def test_a_server_that_sheds_load_by_closing_connections() -> None:
+    resent = [replace(r, reconnects=1) for r in SERVED]
+    assert reasons([resent[0], *SERVED[1:]]) == []  # a race
+    assert reasons([*resent[:2], *SERVED[2:]]) == [
+        "2 requests were sent twice: the server had closed their connections unanswered"
+    ]
+    assert reasons([*resent[:2], *(record(index) for index in range(2, 200))]) == []
+
+
+def test_what_nobody_could_check() -> None:
+    def of(records: list[RequestRecord], metrics: dict[str, Any]) -> list[str]:
+        return unchecked(Evidence(records, 0.001, metrics, aborted=False, shared_cores=False))
+
+    silent = [replace(r, server_prompt_tokens=None) for r in SERVED]
+    assert of(SERVED, {"available": True}) == []
+    assert of([SERVED[0], *silent[1:]], {"available": True}) == []
+    assert [what.split(" (")[0] for what in of(silent, {"available": False})] == [
+        "prompt lengths",
+        "prefix hits, preemptions, restarts and other load",
+    ]
 
 
 def test_restart() -> None:

@@ -83,6 +83,28 @@ def test_shared_prefixes(tmp_path: Path) -> None:
         shared(prefixes=0)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": -1}, "--seed is -1"),
+        ({"vocab_size": 3}, "--vocab-size is 3"),
+        ({"cohort_size": 0}, "--cohort-size is 0"),
+        ({"scale": float("nan")}, "--scale is nan"),
+        ({"requests": 0}, "--requests is 0"),
+        ({"requests": -1}, "--requests is -1"),
+    ],
+)
+def test_every_way_to_make_a_trace_refuses_the_same(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    (log := tmp_path / "log.csv").write_text(LOG)
+    limited = {"limit" if name == "requests" else name: value for name, value in change.items()}
+    ways = (lambda: small_trace(**change), lambda: shared(**change), lambda: imported(log, **limited))
+    for way in ways:
+        with pytest.raises(UserError, match=named):
+            way()
+
+
 def imported(path: Path, **changes: Any) -> Any:
     return import_log(path, **{"seed": 1, "vocab_size": 100, "cohort_size": 2, **changes})
 
