@@ -25,8 +25,9 @@ from harness.errors import UserError
 from harness.nvidia import visible_gpus
 from harness.options import parse_counts, parse_rates
 from harness.pair import SOURCE_TOKENS, Options
-from harness.resident import ResidentOptions, ResidentRun
+from harness.resident import ResidentRun
 from harness.resident_bench import arms_of, resident_options
+from harness.resident_options import ResidentOptions
 from harness.serving import longest_context, on_gpus
 from harness.session import carry_out
 from harness.sla import SOURCE_LIMITS_S

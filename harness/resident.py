@@ -19,11 +19,10 @@ run_folder.py, and
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
-from harness import long_context, parity
+from harness import long_context
 from harness.baseline import measure_baseline
 from harness.calibrate import brief, error_bar
 from harness.errors import UserError
@@ -31,54 +30,18 @@ from harness.fleet import Fleet
 from harness.load import Target
 from harness.nvidia import gpu_facts
 from harness.pair import Options
-from harness.parity_collect import collect, continue_freely
-from harness.prepare import ask_reference, sha256_of
+from harness.prepare import sha256_of
 from harness.resident_long import LongPrompts
+from harness.resident_options import ResidentOptions
+from harness.resident_parity import ResidentParity
 from harness.resident_sweep import ResidentSweep, death_text
 from harness.run_folder import RunFolder
-from harness.serving import Serving
 from harness.steps import Steps
-from harness.store import RunStore, write_json
+from harness.store import RunStore
 from harness.trace import Trace
 
 WARM_UP_TOKENS = 4
 TIME_WAS_UP = "Not every cell was measured: the time was up; go on with --resume."
-
-
-@dataclass(frozen=True)
-class ResidentOptions:
-    """What a resident run is asked beyond a pair's options.
-
-    `repeats` of each cell. `lone_prompts` of `context_tokens` go to each arm alone, and `contexts` at once; 0 leaves
-    them out. `parity_tokens` are asked for in answer to each parity prompt, while prompts of `prefill_tokens` are
-    prefilled beside. `deadline_s`: on time.monotonic(), when to end. `kill` names the arm whose last rank gets
-    SIGKILL in the middle of its first cell. `warm_up_together`: all arms compile their kernels at once, in less time.
-    `despite_refusal` goes on timing arms that disagree, for a diagnosis.
-    """
-
-    serving: Serving
-    vocab_size: int
-    arrivals: str = "poisson"
-    repeats: int = 1
-    lone_prompts: int = 0
-    contexts: int = 0
-    context_tokens: int = 120_000
-    parity_tokens: int = parity.OUTPUT_TOKENS
-    prefill_tokens: int = 700
-    tolerance: parity.Tolerance = parity.EXACT
-    deadline_s: float | None = None
-    kill: str | None = None
-    warm_up_together: bool = False
-    despite_refusal: bool = False
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What this session's arms were asked for parity."""
-
-    prompts: Sequence[parity.Prompt]
-    reference: parity.Answers | None
-    ask: Callable[[Target], Coroutine[Any, Any, parity.ArmAnswers]]
 
 
 class ResidentRun:
@@ -93,8 +56,6 @@ class ResidentRun:
         self._left_out: dict[str, str] = {}
         self._cells: ResidentSweep | None = None
         self._task: asyncio.Task[None] | None = None
-        self._asked: _Asked | None = None
-        self._answers: dict[str, parity.ArmAnswers] = {}
         self._longest = 0
 
     @property
@@ -129,8 +90,11 @@ class ResidentRun:
                 self._leave_out(fleet, await fleet.start(options.arms))
             with step("warm-up"):
                 self._leave_out(fleet, await self._warm_up(fleet, list(fleet.targets)))
+            gate = ResidentParity(
+                fleet, self._run, self.steps, options, resident, lambda failed: self._leave_out(fleet, failed)
+            )
             with step("parity"):
-                await self._parity(fleet)
+                await gate.check()
             prompts = LongPrompts(
                 fleet,
                 self._run,
@@ -152,7 +116,7 @@ class ResidentRun:
                 self._run.keep_calibration(point)
                 self.steps.say(f"  {error_bar(point)}")
             with step("sweep"):
-                await self._sweep(fleet, trace)
+                await self._sweep(fleet, gate, trace)
             if resident.lone_prompts and len(fleet.engines) > 1 and self._left_s() > prompts.idle_cost_s():
                 with step("residency"):
                     await prompts.idle_cost()
@@ -255,102 +219,6 @@ class ResidentRun:
         _, failed = await fleet.ask_each(ask, "answering its first request", together=together)
         return failed
 
-    async def _parity(self, fleet: Fleet) -> None:
-        """Of every session, whose engines are new ones. UserError where the arms must not be timed."""
-        options, resident, run = self.options, self.resident, self._run
-        prompts = parity.make_prompts(options.seed, resident.vocab_size, options.parity_lengths)
-        reference: parity.Answers | None = None
-        if resident.serving.gpu:
-            first = fleet.targets[options.arms[0].name]
-            continuations = await continue_freely(first, prompts, resident.parity_tokens)
-        else:
-            reference = await ask_reference(
-                options.program,
-                resident.serving.model,
-                prompts,
-                folder=run.folder("parity"),
-                log_path=run.folder("logs") / "reference.log",
-                progress=self.steps.progress,
-            )
-            continuations = {asked: tuple(p.token for p in answer) for asked, answer in reference.items()}
-
-        async def ask(target: Target) -> parity.ArmAnswers:
-            return await collect(
-                target,
-                prompts,
-                continuations,
-                resident.vocab_size,
-                self.steps.progress,
-                prefill_tokens=resident.prefill_tokens,
-            )
-
-        self._asked = _Asked(prompts, reference, ask)
-        answers, failed = await fleet.ask_each(ask, "answering the parity prompts")
-        self._leave_out(fleet, failed)
-        refusal = self._judge(fleet, prompts, reference, answers)
-        self._answers = answers
-        arms = {arm.name: arm for arm in options.arms}
-        for name in list(fleet.targets):
-            try:
-                proofs = run.read_proofs(name)
-                arms[name].require_proof(proofs, used=True, gpu=resident.serving.gpu)
-            except UserError as error:
-                self._leave_out(fleet, {name: error})
-        if refusal and not resident.despite_refusal:
-            raise UserError(refusal)
-
-    async def _admit(self, fleet: Fleet, name: str) -> None:
-        """An engine that came back is another launch: it is warmed up, then asked and proven like the first one.
-
-        UserError where it must not be timed. Its answers are compared with those that another arm gave at first.
-        """
-        assert self._asked is not None, "no arm is timed before parity"
-        if failed := await self._warm_up(fleet, [name]):
-            raise failed[name]
-        asked, resident, run = self._asked, self.resident, self._run
-        answers = await fleet.engines[name].guard(
-            asked.ask(fleet.targets[name]), "answering the parity prompts again"
-        )
-        other = next(arm for arm in self._answers if arm != name)
-        arms = {other: self._answers[other], name: answers}
-        verdict = parity.compare(
-            asked.prompts, asked.reference, arms, resident.tolerance, resident.parity_tokens
-        )
-        write_json(
-            run.path / f"parity-{name}-launch{run.launches()[name] + 1}.json",
-            {**asdict(verdict), "refusal": verdict.refusal()},
-        )
-        arm = next(arm for arm in self.options.arms if arm.name == name)
-        arm.require_proof(run.read_proofs(name), used=True, gpu=resident.serving.gpu)
-        if (refusal := verdict.refusal()) and not resident.despite_refusal:
-            raise UserError(refusal)
-
-    def _judge(
-        self,
-        fleet: Fleet,
-        prompts: Sequence[parity.Prompt],
-        reference: parity.Answers | None,
-        answers: dict[str, parity.ArmAnswers],
-    ) -> str | None:
-        """Why the arms must not be timed; arms at fault beside a pair that agrees are left out, with their verdict."""
-        first, resident, run = self.options.arms[0].name, self.resident, self._run
-        while refusal := run.judge(
-            prompts,
-            reference,
-            answers,
-            self.steps,
-            tolerance=resident.tolerance,
-            output_tokens=resident.parity_tokens,
-        ):
-            wrong = parity.at_fault(run.manifest["parity"]["diverged"], first)
-            if resident.despite_refusal or first in wrong or len(answers.keys() - wrong) < 2:
-                return refusal
-            write_json(run.path / f"parity-with-{'-'.join(sorted(wrong))}.json", run.manifest["parity"])
-            self._leave_out(fleet, {name: UserError(refusal) for name in sorted(wrong)})
-            for name in wrong:
-                del answers[name]
-        return None
-
     async def _long_prompts(self, fleet: Fleet, prompts: LongPrompts) -> None:
         """An arm whose engine dies of them is left out; whatever else goes wrong is noted, and the sweep goes on."""
         try:
@@ -374,9 +242,11 @@ class ResidentRun:
             baseline = await fleet.engines[name].guard(asking, "measuring its baseline")
         self._run.freeze(baseline, name, options.rates, options.limits_s, options.absolute_rates)
 
-    async def _sweep(self, fleet: Fleet, trace: Trace) -> None:
+    async def _sweep(self, fleet: Fleet, gate: ResidentParity, trace: Trace) -> None:
         async def admit(name: str) -> None:
-            await self._admit(fleet, name)
+            if failed := await self._warm_up(fleet, [name]):
+                raise failed[name]
+            await gate.admit(name)
 
         self._cells = ResidentSweep(
             fleet,

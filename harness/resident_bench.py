@@ -15,7 +15,8 @@ from harness.errors import UserError
 from harness.pair import Options
 from harness.parity import EXACT, OUTPUT_TOKENS, Tolerance
 from harness.prepare import make_checkpoint
-from harness.resident import ResidentOptions, ResidentRun
+from harness.resident import ResidentRun
+from harness.resident_options import ResidentOptions
 from harness.serving import Serving, on_cpu
 from harness.session import carry_out
 
