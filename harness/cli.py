@@ -2,6 +2,7 @@
 """`python -m harness`: make traces, measure servers, rebuild reports."""
 
 import argparse
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,13 @@ from harness.errors import UserError
 from harness.report import write_report
 from harness.store import RunStore
 
+OPEN_FILES = 65536
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 2: something the user can put right, told in one line on stderr."""
     arguments = _parser().parse_args(argv)
+    _allow_open_files()
     try:
         arguments.run(arguments)
     except UserError as error:
@@ -28,6 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return 2
     return 0
+
+
+def _allow_open_files() -> None:
+    """Each request in flight has a socket: a thousand in a queue must not fail by the usual limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -109,6 +109,8 @@ class Scraper:
         self.samples: list[Sample] = []
         self._url = f"{base_url}/metrics"
         self._tls = tls or True  # True: the system's authorities
+        # Kept, so that a step of the clock moves no sample within its cell.
+        self._epoch_s = time.time() - time.monotonic()
 
     async def __aenter__(self) -> "Scraper":
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S))
@@ -134,7 +136,8 @@ class Scraper:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(self._url, ssl=self._tls) as response:
                 if response.status == 200:
-                    self.samples.append(sample_of(await response.text(errors="replace"), time.time()))
+                    text = await response.text(errors="replace")
+                    self.samples.append(sample_of(text, self._epoch_s + time.monotonic()))
 
 
 async def wait_until_idle(

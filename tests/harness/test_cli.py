@@ -48,6 +48,28 @@ def error_line(code: int, err: str) -> str:
     return lines[0]
 
 
+async def test_closed_standard_files_do_no_harm(tmp_path: Path) -> None:
+    """A daemon may have closed them: sockets would take their numbers, on which libuv aborts."""
+    out = tmp_path / "c.json"
+    words = f"{sys.executable} -m harness calibrate --rates 50 --body-kb 1 --seconds 0.2 --json {out}"
+    process = await asyncio.create_subprocess_shell(f"exec {words} <&- >&- 2>&-")
+    assert await process.wait() == 0
+    assert json.loads(out.read_bytes())["points"]
+
+
+async def test_more_requests_in_flight_than_open_files_are_allowed_by_default(tmp_path: Path) -> None:
+    """80 requests wait at once under a soft limit of 60 files: none fails for want of a socket."""
+    save_trace(small_trace(requests=80, cohort_size=10), trace := tmp_path / "t.jsonl")
+    out = tmp_path / "out"
+    async with FakeServer(Script(delay_s=1.5)) as server:
+        words = f"{sys.executable} -m harness run --skip-calibration --trace {trace} --out {out}"
+        words += f" --arm a={server.url} --rates 200 --json"
+        process = await asyncio.create_subprocess_shell(f"ulimit -Sn 60; exec {words} >&2")
+        assert await process.wait() == 0
+    (cell,) = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
+    assert (cell["n"], cell["failed"]) == (80, 0)
+
+
 async def test_trace_make_and_show(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl.gz"
     code, out, err = await harness(*MAKE.split(), "--arrivals", "poisson", "--seed", 7, "--out", path)
