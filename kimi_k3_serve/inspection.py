@@ -71,14 +71,15 @@ def mla_layers(config: Any) -> list[Any]:
 
 
 def owned(layers: list[Any]) -> Mapping[str, Any]:
-    """Whether the attention implementations own their decode collectives."""
+    """Whether the attention implementations own their decode collectives, and how those travel."""
     owners = bool(layers) and all(
         getattr(layer.impl, "owns_decode_dcp_collectives", False) for layer in layers
     )
     unmanaged = all(layer.dcp_manager is None for layer in layers)
-    return verdict(
-        owners and unmanaged, "no layer holds an MLADCPManager" if unmanaged else "a layer holds one"
-    )
+    collectives = [getattr(layer.impl, "collectives", None) for layer in layers]
+    ways = sorted({way for each in collectives if (way := getattr(each, "way", None))})
+    manager = "no layer holds an MLADCPManager" if unmanaged else "a layer holds an MLADCPManager"
+    return verdict(owners and unmanaged, "; ".join([manager, *ways]))
 
 
 def published(dcp_world_size: int) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ def register() -> None:
 
     Raises:
         SourceLockError: vLLM's text is not the locked one.
-        ValueError: KIMI_K3_CPU_MLA has an unknown value.
+        UserError: KIMI_K3_CPU_MLA has an unknown value.
         PrefillKVError: KIMI_K3_PREFILL_KV asks for what this platform cannot do.
         ShardError: VLLM_KIMI_SHARD_QKV_A has an unknown value.
     """
@@ -23,7 +23,9 @@ def register() -> None:
     global _lock_state
     choice = os.environ.get(SWITCH, "dcp")
     if choice not in ("dcp", "stock"):
-        raise ValueError(f"{SWITCH}={choice!r} is not known; use dcp or stock")
+        from kimi_k3_serve.errors import UserError
+
+        raise UserError(f"{SWITCH}={choice!r} is not known; use dcp or stock")
     if _lock_state is not None:
         return
 

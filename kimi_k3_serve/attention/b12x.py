@@ -295,5 +295,5 @@ def decode_collectives(group: Any, heads: int) -> Any:
         reason = f"b12x exchanges between {rules.COLLECTIVE_WORLD_SIZES} ranks, not {group.world_size}"
     if reason is not None:
         logger.info_once("B12X_MLA gathers and merges over NCCL: %s.", reason)
-        return DecodeCollectives(group, None)
+        return DecodeCollectives(group, None, f"decode over NCCL ({reason})")
     return B12xCollectives(group, heads, max_tokens=int(os.environ.get(COLLECTIVE_MAX_TOKENS, "1")))

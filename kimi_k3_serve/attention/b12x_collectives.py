@@ -26,7 +26,7 @@ class B12xCollectives(DecodeCollectives):
     """Up to `max_tokens` tokens over the channel, more over NCCL: a choice that depends on the token count only."""
 
     def __init__(self, group: Any, heads: int, max_tokens: int) -> None:
-        super().__init__(group, None)
+        super().__init__(group, None, f"decode over b12x's channel, above {max_tokens} tokens over NCCL")
         pcie = importlib.import_module("b12x.comm.pcie")
         self.heads, self.max_tokens = heads, max_tokens
         self.pool = pcie.DcpAllToAllPool.from_exchange_group(

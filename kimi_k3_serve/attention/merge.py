@@ -31,5 +31,6 @@ def merge_partials(
     total = weights.sum(dim=0)
 
     payload = torch.where(weights.unsqueeze(-1) > 0, outputs.float(), 0.0)
-    merged = (weights.unsqueeze(-1) * payload).sum(dim=0) / total.clamp_min(1e-38).unsqueeze(-1)
+    # Any shard that counts makes the total at least 1, since the largest weight is 1.
+    merged = (weights.unsqueeze(-1) * payload).sum(dim=0) / torch.where(total > 0, total, 1.0).unsqueeze(-1)
     return merged.to(outputs.dtype), reference + (torch.log(total) if base_e else torch.log2(total))

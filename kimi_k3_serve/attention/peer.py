@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.dcp import dcp_a2a_lse_reduce, get_dcp_workspace_max_
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from kimi_k3_serve.attention.peer_exchange import TIMEOUT, Geometry, PeerExchange
+from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import allocate, choose
 from kimi_k3_serve.symmetric.deadline import limit_s
@@ -106,8 +107,9 @@ class DecodeCollectives:
     The choice depends on the token count only, which all ranks share; gather and merge of a step agree.
     """
 
-    def __init__(self, group: Any, exchange: PeerExchange | None) -> None:
-        self.group, self.exchange = group, exchange
+    def __init__(self, group: Any, exchange: PeerExchange | None, way: str) -> None:
+        """`way`: how decode travels and why, for the proof."""
+        self.group, self.exchange, self.way = group, exchange, way
 
     def fits(self, tokens: int) -> bool:
         if self.exchange is None:
@@ -160,13 +162,13 @@ def max_tokens(config: Any) -> int:
     """Tokens that the exchange holds: as asked for, else vLLM's largest decode batch up to 512.
 
     Raises:
-        ValueError: the environment asks for something else than a positive whole number.
+        UserError: the environment asks for something else than a positive whole number.
     """
     asked = os.environ.get(MAX_TOKENS)
     if asked is None:
         return min(512, int(get_dcp_workspace_max_num_tokens(config)))
     if not asked.isdecimal() or int(asked) == 0:
-        raise ValueError(f"{MAX_TOKENS}={asked!r} is not a positive whole number of tokens")
+        raise UserError(f"{MAX_TOKENS}={asked!r} is not a number of tokens; give a positive whole one")
     return int(asked)
 
 
@@ -175,13 +177,14 @@ def decode_collectives(
     group: Any, geometry: Geometry, transports: tuple[str, ...], base_e: bool
 ) -> DecodeCollectives:
     """The collectives that all layers of one geometry share. Collective: every rank builds its layers in one order."""
+    timeout_s = limit_s(TIMEOUT, DEFAULT_TIMEOUT_S)  # before others wait for what a bad value would stop
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     transport, reasons = choose(group.cpu_group, device, transports)
     if transport is None:
         logger.warning_once("Decode queries and outputs go over NCCL, not over peers: %s", str(reasons))
-        return DecodeCollectives(group, None)
+        return DecodeCollectives(group, None, f"decode over NCCL ({reasons})")
     nbytes = geometry.nbytes(group.world_size)
     region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
     logger.info_once(
@@ -190,7 +193,7 @@ def decode_collectives(
         geometry.max_tokens,
         nbytes / 2**20,
     )
-    exchange = PeerExchange(region, geometry, timeout_s=limit_s(TIMEOUT, DEFAULT_TIMEOUT_S))
+    exchange = PeerExchange(region, geometry, timeout_s=timeout_s)
     if exchange.on_gpu:
         exchange.load(base_e=base_e)
-    return DecodeCollectives(group, exchange)
+    return DecodeCollectives(group, exchange, f"decode over {transport} memory")

@@ -16,6 +16,7 @@ import ownership_layers as layers
 
 from kimi_k3_serve.attention import peer
 from kimi_k3_serve.attention.cpu_mla import CPUDCPMLABackend
+from kimi_k3_serve.inspection import owned
 
 
 class PeerCPUImpl(peer.PeerDecode, layers.ManagedImpl):
@@ -53,6 +54,7 @@ def run_cases(rank: int, config: Any, folder: Path) -> None:
     layer = layers.shared_layer("shared.peer", PeerCPUBackend)
     assert layers.built == [] and layer.dcp_manager is None
     assert layer.impl.collectives.exchange is not None
+    assert owned([layer])["reason"] == "no layer holds an MLADCPManager; decode over shared memory"
     for _ in range(3):  # epochs go on
         torch.testing.assert_close(layers.shared_decode(layer, rank), owner, rtol=1e-4, atol=1e-4)
     layers.passed("shared-peer")
@@ -78,6 +80,7 @@ def run_cases(rank: int, config: Any, folder: Path) -> None:
     assert torch.equal(layers.shared_decode(bounded, rank), owner)
     lonely = layers.shared_layer("shared.lonely", NoPeersBackend)
     assert lonely.impl.collectives.exchange is None
+    assert "; decode over NCCL ({'peer': " in owned([lonely])["reason"]
     assert torch.equal(layers.shared_decode(lonely, rank), owner)
     layers.passed("collective-fallback")
 

@@ -169,6 +169,15 @@ def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(
         limit_s(TIMEOUT, 600)
 
 
+@pytest.mark.parametrize("asked", ["0", "-1", "many"])
+def test_a_number_of_tokens_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    from kimi_k3_serve.attention.peer import MAX_TOKENS, max_tokens
+
+    monkeypatch.setenv(MAX_TOKENS, asked)
+    with pytest.raises(UserError, match=f"{MAX_TOKENS}={asked!r} is not a number of tokens"):
+        max_tokens(None)
+
+
 def test_ubatches_share_no_byte() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.bfloat16, max_tokens=4, ubatches=3)
     exchange = PeerExchange(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
