@@ -264,6 +264,11 @@ def scale_kernel(
     """Wait (every program, for other ranks only), then scale the rows that other ranks have published.
 
     `publish_kernel` has scaled this rank's own. The others' are the chunk's tiles: runs of at most ROWS rows.
+
+    Args:
+        memory: this rank's; its planes hold e4m3 bytes, LATENT and ROPE of them a row.
+        scale: float32 [1].
+        kv_c_out, k_pe_out: [N, LATENT] and [N, ROPE] of type OUT.
     """
     epoch = tl.load(pointer(state, tl.int64))
     signals = pointer(memory + slot_offset, tl.int64)

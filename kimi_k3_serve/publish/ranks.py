@@ -61,13 +61,15 @@ class Rank(Protocol):
         """Copy this rank's rows of the chunk into every rank's slot, advance the epoch, signal.
 
         Args:
+            cache: [blocks, block_size, L + P] of the planes' dtype, or e4m3 as uint8; see `Publisher.check`.
+            block_table: [requests of the chunk, >= blocks] int32.
             wait: then wait, as `wait` does.
             scaled: also fill in this rank's own rows there.
         """
         ...
 
     def wait(self, slot: int, ubatch: int) -> None:
-        """Until every rank has signalled this epoch in the slot.
+        """Until every rank has signalled this epoch in the slot. Alone it is for tests, which delay a rank before it.
 
         Raises:
             RendezvousTimeout: a rank never came (on a GPU: at the next call, and in the log).
@@ -142,7 +144,7 @@ class TorchRank:
     def planes(
         self, memory: torch.Tensor, slot: int, ubatch: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c and k_pe of a slot of one rank, [capacity, row bytes / item size]."""
+        """kv_c and k_pe of a slot of one rank, [capacity, row bytes / item size] of `dtype`."""
         layout, begin = self.layout, self.layout.slot_offset(ubatch, slot)
         latent, rope = layout.latent_bytes // dtype.itemsize, layout.rope_bytes // dtype.itemsize
         return (
@@ -156,7 +158,12 @@ class TorchRank:
 
 
 class TritonRank:
-    """The kernels of `kernel.py`: on a GPU, or in the Triton interpreter on host memory."""
+    """The kernels of `kernel.py`: on a GPU, or in the Triton interpreter on host memory.
+
+    Args:
+        region: `layout.nbytes` on every rank, zeroed; `device` is its memory's.
+        timeout_s: how long a wait may last.
+    """
 
     def __init__(self, region: Region, layout: Layout, timeout_s: float, device: torch.device) -> None:
         from triton import language
