@@ -26,8 +26,8 @@ header p { margin: .25rem 0 .6rem; color: var(--soft); font-size: .9rem; }
 .open .state { color: #7a5a00; }
 .bad .state { color: var(--bad); }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+table { border-collapse: collapse; width: 100%; font-size: .84rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .35rem .42rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 thead th { border-bottom: 1.5px solid var(--ink); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 600; white-space: nowrap; }
 tr.flagged { background: #fdf1ea; color: #5d3a26; }
