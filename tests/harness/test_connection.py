@@ -2,10 +2,12 @@
 """Connections that servers close, refuse, encrypt or answer on in odd ways, with real sockets."""
 
 import asyncio
+import json
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,29 @@ async def test_tls_is_checked_against_the_named_authority(certificate: tuple[Pat
     assert trusted.sent_s is not None
     assert stranger.status == "connect_error"
     assert stranger.error is not None and "certificate verify failed" in stranger.error
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_body_that_the_server_is_slow_to_read(run: Callable[[Any], RequestRecord]) -> None:
+    """24 MB do not fit into the sockets' buffers: the rest follows when the server reads, and only then all is sent."""
+    text = "".join(f"{index:08d}" for index in range(3_000_000))
+    trace = replace(TRACE, requests=(replace(TRACE.requests[0], prompt=(), text=text),))
+    bodies = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        bodies.append(await read_request(reader))
+        writer.write(HEAD + b"\r\n" + STREAM)
+
+    async def both() -> RequestRecord:
+        async with serving(handle) as url:
+            return (await run_cell(Target("arm", url, "fake"), trace, spec())).records[0]
+
+    record = run(both())
+    assert (record.status, record.error) == ("ok", None)
+    assert json.loads(bodies[0])["prompt"] == text
+    assert record.sent_s is not None and record.first_byte_s is not None
+    assert 0.2 < record.sent_s < record.first_byte_s  # its connection stands 0.25 s before it is due
 
 
 def test_the_same_under_uvloop(certificate: tuple[Path, Path]) -> None:
