@@ -41,7 +41,8 @@ TOKENS = 8  # of each answer
 TIMEOUT_S = 30.0
 LEAST_REQUESTS = 40  # for a P95 with two values beyond it
 BYTES_PER_TOKEN = 7  # six digits and a comma
-BRIEF_QPS = 20.0
+BRIEF_QPS = (5.0, 20.0)
+"""Between these the rate of the brief measurement lies: a client that has slept longer is later."""
 
 
 @dataclass(frozen=True)
@@ -174,19 +175,30 @@ def gap_cv(gaps_s: Sequence[float]) -> float:
     return statistics.pstdev(gaps_s) / statistics.fmean(gaps_s)
 
 
-async def brief(trace: Trace) -> dict[str, Any]:
-    """A few seconds before a sweep, with bodies as long as the trace's longest: for the manifest."""
+async def brief(trace: Trace, lowest_qps: float = BRIEF_QPS[1]) -> dict[str, Any]:
+    """A few seconds before a sweep, with bodies as long as the trace's longest, at about its lowest rate."""
+    slowest, fastest = BRIEF_QPS
     longest = max(request.prompt_tokens for request in trace.requests)
     async with known_delay_server() as server:
-        point = await measure_point(server, BRIEF_QPS, BYTES_PER_TOKEN * longest, LEAST_REQUESTS)
+        point = await measure_point(
+            server, min(fastest, max(slowest, lowest_qps)), BYTES_PER_TOKEN * longest, LEAST_REQUESTS
+        )
     return asdict(point)
+
+
+def keep(manifest: dict[str, Any], point: Mapping[str, Any]) -> None:
+    """Into the manifest what `brief` found before the cells of one command: the worst is the run's."""
+    points = manifest.setdefault("client_calibrations", [])
+    points.append(dict(point))
+    manifest["client_calibration"] = max(points, key=lambda each: each["error_ms"]["p95"])
 
 
 def error_bar(point: Mapping[str, Any]) -> str:
     """One sentence for people; `point` as in the manifest's `client_calibration`."""
     error = point["error_ms"]
     return (
-        f"The client's own error, measured against a known-delay server just before: P50 {error['p50']:.2f} ms,"
+        "The client's own error, measured against a server of known delay before the cells, with idle engines:"
+        f" P50 {error['p50']:.2f} ms,"
         f" P95 {error['p95']:.2f} ms, at most {error['max']:.2f} ms over {point['n']} requests of"
         f" {point['body_bytes'] / 1e3:.0f} KB at {point['offered_qps']:g} QPS."
     )
@@ -208,7 +220,7 @@ async def measure_points(rates: Sequence[float], sizes: Sequence[int], seconds: 
     """Every rate with every size, printed as they come."""
     points = []
     async with known_delay_server() as server:
-        await measure_point(server, BRIEF_QPS, 1000, 10)  # first calls of everything
+        await measure_point(server, BRIEF_QPS[1], 1000, 10)  # first calls of everything
         print(HEAD, flush=True)
         for size in sizes:
             for rate in rates:

@@ -149,7 +149,7 @@ async def _measure(
     tell_plan(plan, len(targets), trace.span, sys.stderr, json=arguments.json)
     if not arguments.skip_calibration:
         manifest = store.manifest
-        manifest["client_calibration"] = await calibrate.brief(trace)
+        calibrate.keep(manifest, await calibrate.brief(trace, min(plan.rates)))
         store.write_manifest(manifest)
         print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
 

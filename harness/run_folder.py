@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import parity
+from harness import calibrate, parity
 from harness.arms import Arm
 from harness.baseline import Baseline
 from harness.engines.process import Engine
@@ -27,6 +27,7 @@ from harness.sla import Limits
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest, write_bytes, write_json
 from harness.trace import Trace
+from harness.validity import lasting_environment
 
 MUST_AGREE = ("checkpoint", "launches", "resident")
 """Facts of the manifest in which a run and its resumption may not differ."""
@@ -101,9 +102,7 @@ class RunFolder:
 
     def keep_calibration(self, point: Mapping[str, Any]) -> None:
         """The client's own error (`calibrate.brief`) before the cells of one command: the worst is the run's."""
-        points = self.manifest.setdefault("client_calibrations", [])
-        points.append(dict(point))
-        self.manifest["client_calibration"] = max(points, key=lambda each: each["error_ms"]["p95"])
+        calibrate.keep(self.manifest, point)
         self.save()
 
     # Engines
@@ -121,7 +120,9 @@ class RunFolder:
             "ranks": [proof.raw for proof in proofs],
             "log": log,
             "digest": self.manifest["checkpoint"]["sha256"],
-            "packages": {"vllm": proofs[0].vllm} if proofs else {},
+            "packages": {"vllm": proofs[0].vllm, "plugin": proofs[0].raw.get("plugin_sha256")}
+            if proofs
+            else {},
             "flags": flags_of(argv),
         }
         self.save()
@@ -129,7 +130,8 @@ class RunFolder:
     def engine_facts(self, name: str) -> dict[str, Any]:
         """What is recorded of an arm's engine with each of its cells."""
         entry = self.arm(name)["engine"]
-        return {fact: entry[fact] for fact in ("digest", "packages", "flags", "log")}
+        facts = {fact: entry[fact] for fact in ("digest", "packages", "flags", "log")}
+        return facts | {"environment": lasting_environment(entry["environment"])}
 
     def launches(self) -> dict[str, int]:
         """By arm: which launch of it (from 0) runs now, over all sessions; restarts count (see Fleet)."""

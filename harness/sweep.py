@@ -10,13 +10,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from harness import __version__
 from harness.client import encode_body
 from harness.connection import tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
@@ -26,7 +26,7 @@ from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
-from harness.validity import Evidence, engine_identity, invalid_reasons, ttft_s, unstable
+from harness.validity import engine_identity, evidence_of, invalid_reasons, ttft_s, unstable
 from harness.workers import processes_for, run_cell_in
 
 __all__ = ["Plan", "Position", "cell_order", "measure"]
@@ -80,15 +80,16 @@ async def measure(
     arms = [target.name for target in targets]
     by_name = {target.name: target for target in targets}
     facts = {arm: dict((engines or {}).get(arm) or {}) for arm in arms}
-    judge = _judge_of(store.manifest, trace)
+    judge = _judge_of(store.manifest)
     outcomes: dict[CellKey, Outcome] = {}
+    tails_s: list[float] = []
     for cell in store.cells():
         if cell.key.arm in by_name and not cell.facts["aborted"]:
             _require_same(cell, facts[cell.key.arm], trace)
             outcomes[cell.key] = judge(cell)
+            tails_s.append(_tail_s(cell, trace))
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
     warm = set(warmed)
-    tails_s: list[float] = []
     while keys := remaining(plan, arms, outcomes):
         key = keys[0]
         target = by_name[key.arm]
@@ -142,51 +143,53 @@ async def measure(
             return False
         if cause := refusal(run.records):
             raise UserError(_refused(target, cause))
-        outcomes[key] = judge(store.cell(key))
-        ends_s = [record.done_s for record in run.records if record.done_s is not None]
-        tails_s.append(max(ends_s, default=0.0) - trace.span / key.offered_qps + 1.0)
+        cell = store.cell(key)
+        outcomes[key] = judge(cell)
+        tails_s.append(_tail_s(cell, trace))
     return True
 
 
 def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:
     """Names what a cell was measured with; cells that differ in it are never mixed in one run.
 
-    Of the engine's facts those that make it another engine: its digest, flags and packages, without what is own
-    to a launch, such as its port; with the trace and the harness's version.
+    Of the engine's facts those that make it another engine: its digest, flags, environment and packages, without
+    what is own to a launch, such as its port; with the trace and the harness's code.
     """
-    text = json.dumps([engine_identity(engine), trace_sha256, __version__], sort_keys=True, default=str)
+    text = json.dumps([engine_identity(engine), trace_sha256, code_sha256()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_sha256() -> str:
+    """SHA-256 over the modules that measure; what only reports may change between sessions."""
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in modules)).hexdigest()
 
 
 def _require_same(cell: Cell, engine: Mapping[str, Any], trace: Trace) -> None:
     if cell.facts.get("identity") != identity(engine, trace.sha256):
         raise UserError(
-            f"cell {cell.key} was measured with another engine, other flags or another version of the harness"
-            f" (now {__version__}); cells are never mixed: choose a new --out"
+            f"cell {cell.key} was measured with another engine, other flags, another environment or other code of the"
+            " harness; cells are never mixed: choose a new --out"
         )
 
 
-def _judge_of(manifest: Mapping[str, Any], trace: Trace) -> Callable[[Cell], Outcome]:
+def _judge_of(manifest: Mapping[str, Any]) -> Callable[[Cell], Outcome]:
     limits: Mapping[str, float] = manifest["limits"]["applied"]
 
     def judge(cell: Cell) -> Outcome:
-        lag_ms = cell.facts["loop_lag_ms"]["p99"]
-        reasons = invalid_reasons(
-            Evidence(
-                records=cell.records,
-                loop_lag_p99_s=None if lag_ms is None else lag_ms / 1e3,
-                metrics=cell.facts["metrics"],
-                aborted=cell.facts["aborted"],
-                shared_cores=manifest["shared_cores"],
-                no_preemption=bool(manifest.get("no_preemption")),
-                shares_prefixes=trace.shares_prefixes,
-            )
-        )
+        reasons = invalid_reasons(evidence_of(manifest, cell.facts, cell.records))
         ttft = [ttft_s(record) for record in cell.records]
         missed = {name: misses(ttft, limit_s) for name, limit_s in limits.items()}
         return Outcome(unstable(reasons), not reasons, missed)
 
     return judge
+
+
+def _tail_s(cell: Cell, trace: Trace) -> float:
+    """What a cell took beyond its schedule, with a second to begin and end."""
+    ends_s = [record.done_s for record in cell.records if record.done_s is not None]
+    return max(ends_s, default=0.0) - trace.span / cell.key.offered_qps + 1.0
 
 
 async def reset_prefix_cache(target: Target) -> bool:

@@ -39,6 +39,27 @@ class Evidence:
     engine_change: str | None = None
 
 
+def evidence_of(
+    manifest: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+    engine_change: str | None = None,
+) -> Evidence:
+    """What a cell of a run is judged by: the run's manifest, the cell's facts and its records (store.py)."""
+    lag_ms = facts["loop_lag_ms"]["p99"]
+    generator = manifest["trace"].get("header", {}).get("generator", {})
+    return Evidence(
+        records=records,
+        loop_lag_p99_s=None if lag_ms is None else lag_ms / 1e3,
+        metrics=facts["metrics"],
+        aborted=facts["aborted"],
+        shared_cores=manifest["shared_cores"],
+        no_preemption=manifest.get("no_preemption", False),
+        shares_prefixes=bool(generator.get("shared_tokens")),
+        engine_change=engine_change,
+    )
+
+
 def ttft_s(record: RequestRecord) -> float:
     """First token minus due time; infinite for a request that failed in any way."""
     if record.status != "ok" or record.first_token_s is None:
@@ -132,7 +153,8 @@ def backlog_growth(records: Sequence[RequestRecord]) -> Growth | None:
     return Growth(len(steps), mean, z)
 
 
-ENGINE_IDENTITY = ("digest", "image", "argv", "flags", "packages")
+ENGINE_IDENTITY = ("digest", "image", "argv", "flags", "packages", "environment")
+OWN_VARIABLES = ("KIMI_K3_PROOF_DIR",)
 OWN_TO_A_LAUNCH = ("--port", "--proof-dir")
 """Options whose values differ between launches of one engine."""
 
@@ -154,6 +176,15 @@ def lasting(value: Any, own: Sequence[str] = OWN_TO_A_LAUNCH) -> Any:
         elif word.partition("=")[0] not in own:
             kept.append(word)
     return kept
+
+
+def lasting_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an engine that make it this one, a path told by its being there: folders differ by launch."""
+    return {
+        name: "a path" if "/" in value else value
+        for name, value in environment.items()
+        if name not in OWN_VARIABLES
+    }
 
 
 def engine_changes(engines: Sequence[Mapping[str, Any] | None]) -> list[str | None]:

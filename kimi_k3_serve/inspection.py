@@ -51,6 +51,7 @@ class Proven:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "vllm": vllm.__version__,
             "plugin": __version__,
+            "plugin_sha256": proof.code_sha256(),
             "source_lock": plugin.lock_state(),
             "pid": os.getpid(),
         }

@@ -6,6 +6,7 @@ inspects its own loaded model, writes what it found, and whoever started the eng
 a proof from every rank.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -29,6 +30,15 @@ def mark_used(path: str) -> None:
         _used.add(path)
         if _proof:
             _write()
+
+
+def code_sha256() -> str:
+    """SHA-256 over the plugin's own source: two engines of one version number may run different code."""
+    package = Path(__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def _write() -> None:

@@ -251,7 +251,8 @@ PLOTS: tuple[tuple[str, str, str, Draw], ...] = (
     (
         "paired",
         "Paired TTFT difference over prompt length",
-        "A mark is one request: its TTFT in the other arm minus that in the first. Below zero, the other is faster.",
+        "A mark is one request: its TTFT in the other arm minus that in the first. Below zero, the other is faster."
+        " Requests that failed in an arm are not drawn.",
         draw_paired,
     ),
     (

@@ -17,12 +17,13 @@ from harness.report.pairs import (
 )
 from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
 from harness.stats import percentile, percentile_interval, quantile, share_interval, supports
-from harness.store import Cell
+from harness.store import Cell, CellKey
 from harness.validity import (
     Evidence,
     backlog_growth,
     backlog_slope_rps,
     engine_changes,
+    evidence_of,
     invalid_reasons,
     slip_limit_s,
     slip_s,
@@ -41,7 +42,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
     limits: dict[str, float] = manifest["limits"]["applied"]
     rules = [Rule(**rule) for rule in manifest["limits"].get("rules", ())]
     names = [arm["name"] for arm in manifest["arms"]]
-    evidence = evidence_of(manifest, cells)
+    evidence = _evidence(manifest, cells)
     kv_tokens = {arm["name"]: arm["kv_tokens"] for arm in manifest["arms"]}
     judged = {
         cell.key: summarise_cell(cell, evidence[cell.key], limits, rules, kv_tokens.get(cell.key.arm))
@@ -95,29 +96,19 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
     }
 
 
-def evidence_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[Any, Evidence]:
+def _evidence(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:
     """What each cell is judged by, by its key."""
-    generator = manifest["trace"].get("header", {}).get("generator", {})
-    changes: dict[Any, str | None] = {}
+    found: dict[CellKey, Evidence] = {}
     for arm in {cell.key.arm for cell in cells}:
         mine = sorted(
             (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
         )
-        found = engine_changes([cell.facts["engine"] for cell in mine])
-        changes |= {cell.key: change for cell, change in zip(mine, found, strict=True)}
-    return {
-        cell.key: Evidence(
-            records=cell.records,
-            loop_lag_p99_s=None if (lag := cell.facts["loop_lag_ms"]["p99"]) is None else lag / 1e3,
-            metrics=cell.facts["metrics"],
-            aborted=cell.facts["aborted"],
-            shared_cores=manifest["shared_cores"],
-            no_preemption=manifest.get("no_preemption", False),
-            shares_prefixes=bool(generator.get("shared_tokens")),
-            engine_change=changes[cell.key],
-        )
-        for cell in cells
-    }
+        changes = engine_changes([cell.facts["engine"] for cell in mine])
+        found |= {
+            cell.key: evidence_of(manifest, cell.facts, cell.records, change)
+            for cell, change in zip(mine, changes, strict=True)
+        }
+    return found
 
 
 def summarise_cell(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.calibrate import error_bar
 from harness.report.verdict import findings, other_tokens
 
 LIMITS = ("15", "25")
@@ -79,14 +80,7 @@ def basis(summary: Mapping[str, Any]) -> str:
 def client_note(summary: Mapping[str, Any]) -> str:
     """The harness's own error bar."""
     point = summary["client_calibration"]
-    if not point:
-        return "The client's own error was not measured in this run."
-    error = point["error_ms"]
-    return (
-        f"The client's own error, measured against a server of known delay just before: P50 {error['p50']:.2f} ms,"
-        f" P95 {error['p95']:.2f} ms, at most {error['max']:.2f} ms over {point['n']} requests of"
-        f" {point['body_bytes'] / 1e3:.0f} KB at {point['offered_qps']:g} QPS."
-    )
+    return error_bar(point) if point else "The client's own error was not measured in this run."
 
 
 def refused(summary: Mapping[str, Any]) -> bool:

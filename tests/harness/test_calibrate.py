@@ -34,6 +34,21 @@ async def test_a_brief_calibration_sends_the_traces_longest_body() -> None:
     assert f"P95 {point['error_ms']['p95']:.2f} ms" in calibrate.error_bar(point)
 
 
+@pytest.mark.parametrize(("lowest", "offered"), [(0.1, 5.0), (8.0, 8.0), (60.0, 20.0)])
+async def test_it_sends_about_as_seldom_as_the_cells(
+    monkeypatch: pytest.MonkeyPatch, lowest: float, offered: float
+) -> None:
+    asked = []
+
+    async def measure_point(_: object, rate: float, size: int, count: int) -> calibrate.Accuracy:
+        asked.append(rate)
+        return calibrate.Accuracy(rate, size, count, {}, 0.0, 0.0, 0.0, 0.0, False)
+
+    monkeypatch.setattr(calibrate, "measure_point", measure_point)
+    assert (await calibrate.brief(small_trace(), lowest))["offered_qps"] == offered
+    assert asked == [offered]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c.json"
     arguments = ["calibrate", "--rates", "100", "--body-kb", "2", "--seconds", "0.5", "--json", str(out)]

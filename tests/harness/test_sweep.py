@@ -16,7 +16,7 @@ from harness.progress import JsonEvents, ProgressLine
 from harness.report import build_summary
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, cell_order, measure
-from harness.validity import engine_changes
+from harness.validity import engine_changes, lasting_environment
 
 TRACE = small_trace(requests=3)
 
@@ -159,7 +159,12 @@ async def test_a_sweep_goes_on_and_never_mixes_engines(tmp_path: Path) -> None:
         await measure(store, [target], TRACE, Plan((50.0, 100.0)), engines=again)
         assert store.cell(CellKey("a", 50.0, 0)).facts == first
         assert [str(cell.key) for cell in store.cells()] == ["a_q50_r0", "a_q100_r0"]
-        for changed in ({"digest": "sha256:2"}, {"flags": ["--tp", "4"]}):
+        for changed in (
+            {"digest": "sha256:2"},
+            {"flags": ["--tp", "4"]},
+            {"packages": {"plugin": "other code"}},
+            {"environment": {"KIMI_K3_PREFILL_KV": "stock"}},
+        ):
             with pytest.raises(UserError, match="cells are never mixed"):
                 await measure(
                     store,
@@ -168,6 +173,22 @@ async def test_a_sweep_goes_on_and_never_mixes_engines(tmp_path: Path) -> None:
                     Plan((200.0,)),
                     engines={"a": {**engine["a"], **changed}},
                 )
+
+
+def test_an_environment_is_told_without_folders() -> None:
+    """A timing switch makes it another engine, wherever its times are written."""
+    here = {"KIMI_K3_PROOF_DIR": "one/proof", "KIMI_K3_PREFILL_KV": "peer"}
+    timed = here | {"KIMI_K3_TIME_PREFILL_CONTEXT": "/tmp/one"}
+    assert lasting_environment(here) == {"KIMI_K3_PREFILL_KV": "peer"}
+    assert lasting_environment(here) == lasting_environment(here | {"KIMI_K3_PROOF_DIR": "two/proof"})
+    assert lasting_environment(timed) == lasting_environment(timed | {"KIMI_K3_TIME_PREFILL_CONTEXT": "/two"})
+    assert lasting_environment(timed) != lasting_environment(here)
+
+
+def test_other_code_of_the_harness_is_another_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sweep.identity({}, "trace")
+    monkeypatch.setattr(sweep, "code_sha256", lambda: "other")
+    assert sweep.identity({}, "trace") != before
 
 
 @pytest.mark.parametrize("port", [["--port", "{}"], ["--port={}"]])
@@ -205,6 +226,16 @@ async def test_an_aborted_cell_is_measured_again(tmp_path: Path) -> None:
         assert store.cell(CellKey("a", 5.0, 0)).facts["aborted"]
         assert await measure(store, [target], TRACE, Plan((5.0,)))
     assert not store.cell(CellKey("a", 5.0, 0)).facts["aborted"]
+
+
+async def test_a_budget_knows_the_tails_of_earlier_sessions(tmp_path: Path) -> None:
+    """The first guess of a tail, 10 s, would not fit into 5 s; the measured one does."""
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with FakeServer() as server:
+        target = Target("a", server.url, "fake")
+        assert not await measure(store, [target], TRACE, Plan((50.0,), budget_s=5.0))
+        assert await measure(store, [target], TRACE, Plan((50.0,)))
+        assert await measure(store, [target], TRACE, Plan((50.0, 100.0), budget_s=5.0))
 
 
 async def test_a_budget_starts_no_cell_that_would_not_end(tmp_path: Path) -> None:
