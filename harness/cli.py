@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import bench, calibrate, compare, run_cli, trace_cli
+from harness import bench, calibrate, compare, parity_cli, run_cli, trace_cli
 from harness.errors import UserError
 from harness.report import write_report
 from harness.store import RunStore
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("dir", type=Path, metavar="DIR", help="the folder that `run --out` or `bench` wrote")
     report.set_defaults(run=_report)
+    parity_cli.add_parser(commands)
     compare.add_parser(commands)
     bench.add_parser(commands)
     calibrate.add_parser(commands)

@@ -29,8 +29,11 @@ def flags_of(argv: Sequence[str]) -> list[str]:
 
 def kept_answers(run: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers]:
     """By arm: the parity answers that an earlier session of this run kept, if they passed."""
-    if not (manifest["parity"] or {}).get("ok"):
-        return {}
+    return read_answers(run, manifest) if (manifest["parity"] or {}).get("ok") else {}
+
+
+def read_answers(run: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers]:
+    """By arm, whatever the verdict was."""
     paths = {arm["name"]: run / "parity" / f"{arm['name']}.json.gz" for arm in manifest["arms"]}
     return {name: _read_answers(path) for name, path in paths.items() if path.exists()}
 

@@ -50,7 +50,7 @@ class Position:
 
 
 Answers = Mapping[str, Sequence[Position]]
-"""By prompt id: a Position for each token of the continuation; fewer where the engine parted too often."""
+"""By prompt id: a Position for each token of the continuation; fewer where they were not all asked for."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Difference:
 
     `kind` is "logprob" (size: the largest difference in nats), "overlap" (size: the share of common tokens),
     "token" (size and margin: the margin in nats, None where a side does not list the other's token) or
-    "missing" (size: positions that are not there). Only token differences can be explained; everything else
-    fails.
+    "missing" (size: positions that are not there). A token difference is explained by its margin, missing positions
+    where most of the answer is there (each position is judged by itself); everything else fails.
     """
 
     pair: str
@@ -304,9 +304,16 @@ def _differences(
             if not found.explained:
                 return
     if missing := expected - len(contexts):
-        text = f"{missing} of {expected} positions are missing: too many tokens differ from the reference"
         yield Difference(
-            pair, prompt.id, len(prompt.tokens), len(contexts), "missing", float(missing), None, False, text
+            pair,
+            prompt.id,
+            len(prompt.tokens),
+            len(contexts),
+            "missing",
+            float(missing),
+            None,
+            explained=2 * missing < expected,
+            text=f"{missing} of {expected} positions are missing",
         )
 
 

@@ -15,8 +15,6 @@ from harness.load import Target
 from harness.parity import TOP_K, ArmAnswers, Position, Prompt
 from harness.trace import FIRST_TOKEN_ID
 
-MAX_RESTARTS = 4
-"""How often a prompt is taken up again behind a token that is not the continuation's."""
 PREFILL_TOKENS = 700
 REQUEST_TIMEOUT_S = 300.0
 
@@ -85,17 +83,15 @@ class _Engine:
 
         An engine cannot be told its next token. So it decodes freely, and where its token is not the
         continuation's, the rest of its answer has another context and is dropped; a new request goes on
-        behind the continuation's token.
+        behind the continuation's token. Each request answers a position at least.
         """
         positions: list[Position] = []
-        for _ in range(1 + MAX_RESTARTS):
+        while len(positions) < len(continuation):
             context = (*prompt.tokens, *continuation[: len(positions)])
             for position in await self.complete(prompt.id, context, len(continuation) - len(positions)):
                 positions.append(position)
                 if position.token != continuation[len(positions) - 1]:
                     break
-            if len(positions) == len(continuation):
-                break
         return tuple(positions)
 
     async def complete(self, name: str, context: Sequence[int], tokens: int) -> list[Position]:

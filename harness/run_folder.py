@@ -171,7 +171,8 @@ class RunFolder:
     ) -> str | None:
         """Keeps what was answered and the verdict so far; returns why the arms must not be timed, if they must not."""
         verdict = parity.compare(prompts, reference, answers, tolerance, output_tokens)
-        record = {**asdict(verdict), "refusal": verdict.refusal()}
+        lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
+        record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
         self.manifest["parity"] = record
         for name, answer in answers.items():
             write_bytes(

@@ -47,7 +47,8 @@ class Proven:
             "prefill_kv": hook.state(),
             "kv_blocks": kv_cache.num_blocks,
             "kv_tokens": self.kv_tokens(),
-            "kv_bytes": sum(tensor.size for tensor in kv_cache.kv_cache_tensors),
+            # Each tensor states the size of the allocation that all of them lie in.
+            "kv_bytes": max((tensor.size for tensor in kv_cache.kv_cache_tensors), default=0),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "vllm": vllm.__version__,
             "plugin": __version__,

@@ -28,7 +28,7 @@ from harness.parity import (
     overlap,
     parse_reference,
 )
-from harness.parity_collect import MAX_RESTARTS, collect
+from harness.parity_collect import collect
 
 TOLERANCE = Tolerance(logprob=0.05, overlap=0.5)
 PROMPTS = (Prompt("p0", tuple(range(40))), Prompt("p1", tuple(range(600))))
@@ -175,6 +175,17 @@ def test_missing_positions_fail() -> None:
     assert "position 2, 3 of 5 positions are missing" in (parity.refusal() or "")
 
 
+def test_a_few_missing_positions_are_told() -> None:
+    """Each position is judged by itself: those that are there are most of the answer."""
+
+    def change(answers: dict[str, dict[str, Answer]]) -> None:
+        answers["dcp2"]["alone"]["p1"] = REFERENCE["p1"][:3]
+
+    parity = result(change)
+    assert parity.ok and parity.refusal() is None
+    assert {(difference.kind, difference.size) for difference in parity.diverged} == {("missing", 2.0)}
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_values_that_are_not_finite_fail_and_serialise(value: float) -> None:
     def change(answers: dict[str, dict[str, Answer]]) -> None:
@@ -316,10 +327,11 @@ async def test_requests_keep_out_of_caches_and_away_from_end_of_text() -> None:
     assert [body["max_tokens"] for body in engine.bodies[:2]] == [8, 8]
 
 
-async def test_engine_that_parts_too_often_leaves_positions_out() -> None:
-    answers = await collected(Odd(set(range(40, 60))))
-    assert len(answers.alone["p0"]) == 1 + MAX_RESTARTS
-    assert len(answers.alone["p1"]) == 8
+async def test_engine_that_parts_at_every_position_is_asked_for_each() -> None:
+    engine = Odd(set(range(40, 60)))
+    answers = await collected(engine)
+    assert len(answers.alone["p0"]) == len(answers.alone["p1"]) == 8
+    assert [body["max_tokens"] for body in engine.bodies[:8]] == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 async def test_refused_request_is_shown_with_the_servers_words() -> None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m harness parity DIR`: judges a run's kept answers again, without a server.
+
+For a run that was judged with another tolerance, or by an older rule. The verdict that it had goes with the new one,
+in parity.json (`before`) and as a note of the report.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from harness import parity
+from harness.errors import UserError
+from harness.launches import read_answers
+from harness.options import parse_counts
+from harness.report import write_report
+from harness.store import RunStore, write_json
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("parity", help="judge a run's kept parity answers again, without a server")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the folder that `bench` wrote")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="NATS", help="of a logprob (default: the run's own)"
+    )
+    parser.add_argument(
+        "--lengths", metavar="N,N", help="tokens of the prompts, for a run that did not record them"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the report that follows from the new verdict."""
+    store = RunStore.open(arguments.dir)
+    manifest = store.manifest
+    before = manifest.get("parity")
+    answers = read_answers(store.path, manifest)
+    if before is None or len(answers) < 2:
+        raise UserError(f"{store.path} holds no answers of two arms to judge; only `bench` keeps them")
+    lengths = before.get("prompts") or _named(arguments.lengths)
+    asked = [parity.Prompt(name, (0,) * length) for name, length in lengths.items()]
+    if any(prompt.id not in answer.alone for prompt in asked for answer in answers.values()):
+        raise UserError("--lengths names more prompts than were asked")
+    path = store.path / "parity" / "reference.json"
+    reference = parity.parse_reference(json.loads(path.read_bytes())) if path.exists() else None
+    tolerance = parity.Tolerance(arguments.tolerance or before["tolerance"]["logprob"])
+    longest = max(len(answer.alone[prompt.id]) for answer in answers.values() for prompt in asked)
+    verdict = parity.compare(asked, reference, answers, tolerance, longest)
+    record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
+    beside = {name: answer.prefills_beside for name, answer in answers.items()}
+    kept = {"before": before.get("before", before)}
+    write_json(store.path / "parity.json", {**record, "prefills_beside": beside, **kept})
+    note = (
+        f"Parity was judged again from the kept answers: {record['refusal'] or 'passed'}. The run's own verdict was:"
+        f" {kept['before']['refusal'] or 'passed'}."
+    )
+    findings = [
+        text for text in manifest.get("findings", ()) if not text.startswith("Parity was judged again")
+    ]
+    manifest |= {"parity": {**record, **kept}, "findings": [*findings, note]}
+    manifest["notes"] = [
+        *(text for text in manifest["notes"] if not text.startswith("Parity was judged again")),
+        note,
+    ]
+    store.write_manifest(manifest)
+    print(write_report(store), end="")
+
+
+def _named(lengths: str | None) -> dict[str, int]:
+    if lengths is None:
+        raise UserError("this run did not record its prompts' lengths; name them with --lengths")
+    return {f"p{index}": length for index, length in enumerate(parse_counts(lengths))}
