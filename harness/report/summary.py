@@ -2,7 +2,7 @@
 """summary.json: every verdict of a run, as pure functions of its manifest and its recorded cells."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -55,7 +55,9 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         [] if parity and not parity["ok"] else names
     )  # arms that compute other things are not compared
     common = _common_rates(cells, valid)
-    cohort_rate, busiest = (common[0], common[-1]) if common else (None, None)
+    cohort_rate = common[0] if common else None
+    told = [cell for cell in cells if judged[cell.key]["valid"] or judged[cell.key]["unstable"]]
+    busiest = max(common or _common_rates(cells, told), default=None)
     return {
         "schema": SCHEMA,
         "trace_sha256": manifest["trace"]["sha256"],
@@ -80,7 +82,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
                 ),
                 "launches": len({launch_of(cell) for cell in cells if cell.key.arm == arm["name"]}),
                 "fixed_cohort": _fixed_cohort(manifest["fixed_cohort"], cohort_rate, arm["name"], valid),
-                "at_load": _at_load(busiest, arm["name"], valid),
+                "at_load": _at_load(busiest, arm["name"], told, unstable_keys),
                 "cells": [judged[cell.key] for cell in cells if cell.key.arm == arm["name"]],
             }
             for arm in manifest["arms"]
@@ -318,16 +320,23 @@ def _common_rates(cells: Sequence[Cell], valid: Sequence[Cell]) -> list[float]:
     return found
 
 
-def _at_load(rate: float | None, arm: str, valid: Sequence[Cell]) -> dict[str, Any]:
-    """What follows the first token, at the highest rate that is valid in every arm, repeats pooled."""
-    records = [
-        r for cell in valid if cell.key.arm == arm and cell.key.offered_qps == rate for r in cell.records
-    ]
+def _at_load(
+    rate: float | None, arm: str, told: Sequence[Cell], unstable_keys: Collection[CellKey]
+) -> dict[str, Any]:
+    """What follows the first token, at the highest rate that is valid in every arm, repeats pooled.
+
+    Where no rate is, at the highest that is valid or unstable in each; an answer's time then is null where it
+    depends on how long the cell lasted.
+    """
+    mine = [cell for cell in told if cell.key.arm == arm and cell.key.offered_qps == rate]
+    records = [record for cell in mine for record in cell.records]
+    overloaded = any(cell.key in unstable_keys for cell in mine)
     return {
         "offered_qps": rate,
         "n": len(records),
+        "unstable": overloaded,
         "tpot_p50_s": percentile(_tpot(records), 50),
-        "answer_p50_s": percentile(_answers(records), 50),
+        "answer_p50_s": None if overloaded else percentile(_answers(records), 50),
     }
 
 

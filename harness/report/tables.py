@@ -106,7 +106,7 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
             topology_text(arm["topology"]),
             _seconds(arm["fixed_cohort"]["ttft_p50_s"]),
             *(_passing(arm, name) for name in LIMITS),
-            *(_rate(arm["first_miss_qps"][name]) for name in LIMITS),
+            *(_first_miss(arm, name) for name in LIMITS),
             _number(arm["at_load"]["tpot_p50_s"], ".1f", 1e3, " ms"),
             _seconds(arm["at_load"]["answer_p50_s"]),
             "unknown" if arm["kv_tokens"] is None else f"{arm['kv_tokens']:,}",
@@ -382,6 +382,12 @@ def _passing(arm: Mapping[str, Any], limit: str) -> str:
     if passed is None:
         return "none" if bounded else "unknown"
     return f"{'' if bounded else '>= '}{passed:g}"
+
+
+def _first_miss(arm: Mapping[str, Any], limit: str) -> str:
+    """Of the cells that count; one that did not pass for being unstable is named."""
+    missed, failing = arm["first_miss_qps"][limit], arm["first_failing_qps"][limit]
+    return f"none, unstable at {failing:g}" if missed is None and failing is not None else _rate(missed)
 
 
 def _rate(value: float | None) -> str:

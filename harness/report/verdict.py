@@ -112,13 +112,19 @@ def _why_open(pair: Mapping[str, Any]) -> str:
 def _answers(summary: Summary) -> Iterator[Finding]:
     """What the first token's time does not tell: a request admitted early decodes beside more others."""
     at_load = [(arm["name"], arm["at_load"]) for arm in _measured(summary)]
-    if any(found["tpot_p50_s"] is None or found["answer_p50_s"] is None for _, found in at_load):
+    if any(found["tpot_p50_s"] is None for _, found in at_load):
+        return
+    if any(found["answer_p50_s"] is None and not found["unstable"] for _, found in at_load):
         return
     tokens = ", ".join(f"{name} {1e3 * found['tpot_p50_s']:.1f} ms" for name, found in at_load)
-    answers = ", ".join(f"{name} {_magnitude(found['answer_p50_s'])}" for name, found in at_load)
+    answers = ", ".join(
+        f"{name} {'(unstable)' if found['unstable'] else _magnitude(found['answer_p50_s'])}"
+        for name, found in at_load
+    )
+    which = "measured" if any(found["unstable"] for _, found in at_load) else "valid"
     yield Finding(
         "Whole answers",
-        f"At {at_load[0][1]['offered_qps']:g} QPS, the highest rate valid in every arm, medians: a later token takes"
+        f"At {at_load[0][1]['offered_qps']:g} QPS, the highest rate {which} in every arm, medians: a later token takes"
         f" {tokens}; a whole answer {answers}.",
         "sure" if len(at_load) == 1 else "open",
     )
@@ -191,9 +197,10 @@ def _passing(arm: Mapping[str, Any], limit: str) -> str:
 def boundary_repeats(arm: Mapping[str, Any]) -> int:
     """How often each rate that an arm's verdicts rest on was measured, at the least; 0 where there is none.
 
-    Those are its highest passing and its first missing rate, for each limit. Cells count that are valid, or unstable.
+    Those are its highest passing rate and the first shown not to pass, for each limit. Cells count that are valid, or
+    unstable.
     """
-    boundary = {*arm["highest_passing_qps"].values(), *arm["first_miss_qps"].values()} - {None}
+    boundary = {*arm["highest_passing_qps"].values(), *arm["first_failing_qps"].values()} - {None}
     measured = [
         {
             cell["repeat"]

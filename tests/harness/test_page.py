@@ -186,6 +186,17 @@ def test_unstable_cells_are_shown_and_explained(tmp_path: Path) -> None:
     assert "| unstable | unstable " in (store.path / "table.md").read_text()
 
 
+def test_where_no_rate_counts_in_both_arms_the_busiest_is_told(tmp_path: Path) -> None:
+    """tp8 falls behind at the one rate that was measured; its later tokens are told all the same."""
+    cells = {CellKey("tp8", 2.0, 0): run_of(3, 0.0, grow_s=1.0), CellKey("dcp8", 2.0, 0): run_of(4, 0.0)}
+    store = written(tmp_path, cells)
+    text = said(store)["Whole answers"][1]
+    assert text.startswith("At 2 QPS, the highest rate measured in every arm, medians: a later token takes")
+    assert "tp8 100.0 ms, dcp8 100.0 ms; a whole answer tp8 (unstable), dcp8 399 ms." in text
+    assert "1 repeat at a boundary" in said(store)["Load"][1]
+    assert "none, unstable at 2" in markdown_report(build_summary(store.manifest, list(store.cells())))
+
+
 def test_a_failed_parity_leaves_no_headline(tmp_path: Path) -> None:
     parity = {"ok": False, "compared": 3, "diverged": [], "refusal": "parity refused: prompt p0 <b>"}
     store = written(tmp_path, pair(0.05, 0.001), parity=parity)

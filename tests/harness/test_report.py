@@ -214,6 +214,7 @@ def test_what_follows_the_first_token_stands_beside_it(tmp_path: Path) -> None:
     assert dcp2["at_load"] == {
         "offered_qps": 2.0,
         "n": 6,
+        "unstable": False,
         "tpot_p50_s": pytest.approx(0.1),
         "answer_p50_s": pytest.approx(0.85),
     }
