@@ -292,14 +292,14 @@ def _trust(summary: Summary) -> Finding:
 
 def other_tokens(parity: Mapping[str, Any]) -> str:
     """Of a parity that passed: how often two sides chose different tokens, which is no failure."""
-    n = len(parity["diverged"])
+    missing = sum(int(each["size"]) for each in parity["diverged"] if each.get("kind") == "missing")
+    n = sum(each.get("kind") != "missing" for each in parity["diverged"])
+    gaps = f"; {_count(missing, 'position')} not asked for" if missing else ""
     if n == 0:
-        return "no other token"
-    return (
-        "1 other token, explained by its margin"
-        if n == 1
-        else f"{n} other tokens, all explained by their margin"
-    )
+        return f"no other token{gaps}"
+    if n == 1:
+        return f"1 other token, explained by its margin{gaps}"
+    return f"{n} other tokens, all explained by their margin{gaps}"
 
 
 def _later(seconds: float) -> str:
