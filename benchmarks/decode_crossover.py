@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from decode_dcp import LATENT, ROPE, largest, start, time_a_layer
 
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import connect
 
 PAGE = 64  # rows
 SPLITS = 32  # vLLM's bound inside CUDA graphs
@@ -64,7 +64,7 @@ def main() -> None:
     if stock is None:
         sys.exit("vLLM is not installed: its attention kernel is what is timed")
     geometry = Geometry(args.heads // world, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max(args.batches))
-    region = allocate("peer", geometry.nbytes(world), group, device, host_group=group)
+    region = connect(geometry.nbytes(world), group, device, ("peer",)).get()
     peer = PeerExchange(region, geometry)
 
     rows: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
-from kimi_k3_serve.symmetric import LocalRegion, allocate
+from kimi_k3_serve.symmetric import Region, connect
 
 LATENT, ROPE = 512, 64
 ERROR = 0.05  # largest accepted error of a merged output; right ways round two values of size 4 to BF16
@@ -68,9 +68,9 @@ def main() -> None:
     heads = args.heads // world
     geometry = Geometry(heads, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max_tokens=max(args.batches))
     if group is None:
-        region: Any = LocalRegion.group(1, geometry.nbytes(1), device)[0]
+        region: Any = Region.group(1, geometry.nbytes(1), device)[0]
     else:
-        region = allocate("peer", geometry.nbytes(world), group, device, host_group=group)
+        region = connect(geometry.nbytes(world), group, device, ("peer",)).get()
     peer = PeerExchange(region, geometry)
 
     rows = []

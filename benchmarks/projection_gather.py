@@ -39,7 +39,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kimi_k3_serve.projection import shard
 from kimi_k3_serve.projection.exchange import Geometry, PeerGather, PeerProjection
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import connect
 
 BAR = 2.0
 GATE = 96 * 128
@@ -117,13 +117,13 @@ class Bench:
     def build(self, first: int, second: int) -> PeerGather:
         geometry = Geometry(first, second)
         nbytes = geometry.nbytes(self.world)
-        return PeerGather(allocate("peer", nbytes, self.group, self.device, host_group=self.group), geometry)
+        return PeerGather(connect(nbytes, self.group, self.device, ("peer",)).get(), geometry)
 
     def build_fused(self, step: int) -> PeerProjection:
         first, second = self.local
         geometry = Geometry(2 * first, 2 * second)
         nbytes = geometry.nbytes(self.world)
-        region = allocate("peer", nbytes, self.group, self.device, host_group=self.group)
+        region = connect(nbytes, self.group, self.device, ("peer",)).get()
         return PeerProjection(region, geometry, shard.HIDDEN, step=step)
 
     def bits(self, rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ from publish_world import LATENT, ROPE
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher
-from kimi_k3_serve.symmetric import LocalRegion, allocate
+from kimi_k3_serve.symmetric import Region, connect
 
 CHUNKS = {
     "1 x 65536": [65536],
@@ -143,9 +143,9 @@ class Ranks:
         device, group = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
         layout = Layout(world_size, CAPACITY, LATENT * dtype.itemsize, ROPE * dtype.itemsize)
         self.region: Any = (
-            LocalRegion.group(1, layout.nbytes, device)[0]
+            Region.group(1, layout.nbytes, device)[0]
             if world_size == 1
-            else allocate("peer", layout.nbytes, group, device, host_group=host_group)
+            else connect(layout.nbytes, group, device, ("peer",), host_group=host_group).get()
         )
         self.publisher = Publisher(self.region, layout, dtype, transport="peer", implementation="triton")
         self.collective = Collective(group, dtype, LATENT, ROPE, implementation="triton")

@@ -37,7 +37,7 @@ from publish_world import LATENT, ROPE
 
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.publisher import Publisher
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import connect
 
 HEADS, NOPE, VALUE = 48, 128, 128
 DELAY = 20_000_000
@@ -153,7 +153,7 @@ def main() -> None:
 
     def publisher(slots: int) -> Publisher:
         layout = Layout(world_size, CAPACITY, LATENT * 2, ROPE * 2, slots=slots)
-        region = allocate("peer", layout.nbytes, dist.group.WORLD, device, host_group=host_group)
+        region = connect(layout.nbytes, dist.group.WORLD, device, ("peer",), host_group=host_group).get()
         return Publisher(region, layout, torch.bfloat16, transport="peer", implementation="triton")
 
     two, three, side = publisher(2), publisher(3), torch.cuda.Stream()

@@ -25,7 +25,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from kimi_k3_serve.attention.peer_exchange import TIMEOUT, Geometry, PeerExchange
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.proof import mark_used
-from kimi_k3_serve.symmetric import allocate, choose
+from kimi_k3_serve.symmetric import connect
 from kimi_k3_serve.symmetric.deadline import limit_s
 
 logger = init_logger(__name__)
@@ -181,19 +181,18 @@ def decode_collectives(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    transport, reasons = choose(group.cpu_group, device, transports)
-    if transport is None:
-        logger.warning_once("Decode queries and outputs go over NCCL, not over peers: %s", str(reasons))
-        return DecodeCollectives(group, None, f"decode over NCCL ({reasons})")
     nbytes = geometry.nbytes(group.world_size)
-    region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
+    found = connect(nbytes, group.device_group, device, transports, host_group=group.cpu_group)
+    if found.region is None:
+        logger.warning_once("Decode queries and outputs go over NCCL, not over peers: %s", found.passed_over)
+        return DecodeCollectives(group, None, f"decode over NCCL ({found.passed_over})")
     logger.info_once(
         "Using peer memory (%s) for MLA decode: up to %d tokens, %.0f MiB a rank.",
-        transport,
+        found.transport,
         geometry.max_tokens,
         nbytes / 2**20,
     )
-    exchange = PeerExchange(region, geometry, timeout_s=timeout_s)
+    exchange = PeerExchange(found.region, geometry, timeout_s=timeout_s)
     if exchange.on_gpu:
         exchange.load(base_e=base_e)
-    return DecodeCollectives(group, exchange, f"decode over {transport} memory")
+    return DecodeCollectives(group, exchange, f"decode over {found.transport} memory")

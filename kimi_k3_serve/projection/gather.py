@@ -17,15 +17,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.projection import b12x_row
 from kimi_k3_serve.projection.exchange import MAX_ROWS, TIMEOUT, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
-from kimi_k3_serve.symmetric import allocate, choose
+from kimi_k3_serve.symmetric import connect
+from kimi_k3_serve.symmetric.agreement import everyone, first_refusal
 from kimi_k3_serve.symmetric.deadline import limit_s
+
+logger = logging.getLogger("vllm.kimi_k3_serve.projection")
 
 logger = logging.getLogger("vllm.kimi_k3_serve.projection")
 
@@ -222,7 +224,8 @@ def select(
     if group.world_size == 1:
         return Choice("identity", "one rank holds every column", None)
     if value in ("auto", "b12x"):
-        refusal = first_refusal(group, b12x_refusal(device, group.world_size, forced=value == "b12x"))
+        mine = b12x_refusal(device, group.world_size, forced=value == "b12x")
+        refusal = first_refusal(group.cpu_group, mine)
         if refusal is None:
             row = b12x_row.B12xRow(group, local, device)
             row.warm_up()
@@ -278,21 +281,13 @@ def because(reasons: dict[str, str], value: str) -> str:
 
 def agreed_value(group: Any) -> str:
     """The switch's value, which must be the same on all ranks, as the rows of a product must be. Collective."""
-    everyone: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyone, (asked(), product_rows()), group=group.cpu_group)
-    for name, values in zip((SWITCH, PRODUCT_ROWS), zip(*everyone, strict=True), strict=True):
+    settings = everyone(group.cpu_group, (asked(), product_rows()))
+    for name, values in zip((SWITCH, PRODUCT_ROWS), zip(*settings, strict=True), strict=True):
         if len(set(values)) > 1:
             raise ProjectionGatherError(
                 f"{name} differs between ranks: {list(values)}; set it alike for every worker"
             )
-    return str(everyone[0][0])
-
-
-def first_refusal(group: Any, mine: str | None) -> str | None:
-    """The first rank's reason against, or None where no rank has one. Collective."""
-    everyone: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyone, mine, group=group.cpu_group)
-    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(everyone) if reason), None)
+    return str(settings[0][0])
 
 
 def b12x_refusal(device: torch.device, world_size: int, *, forced: bool) -> str | None:
@@ -312,25 +307,37 @@ def build_peer(
     group: Any, geometry: Geometry, device: torch.device, transports: Sequence[str]
 ) -> tuple[PeerGather | None, str]:
     """The gather over peer memory, or None and the reason. Collective."""
-    if refusal := first_refusal(group, peer_refusal(device, geometry)):
-        return None, refusal
-    transport, why = choose(group.cpu_group, device, transports)
-    if transport is None:
-        return None, "; ".join(why.values())
-    nbytes = geometry.nbytes(group.world_size)
-    region = allocate(transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    peer = PeerGather(region, geometry, transport, timeout_s=limit_s(TIMEOUT, DEFAULT_TIMEOUT_S))
+    found = connect(
+        geometry.nbytes(group.world_size),
+        group.device_group,
+        device,
+        transports,
+        host_group=group.cpu_group,
+        against=peer_refusal(device, geometry),
+    )
+    if found.transport is None or found.region is None:
+        return None, next(iter(found.reasons.values()))
+    timeout_s = limit_s(TIMEOUT, DEFAULT_TIMEOUT_S)
+    peer = PeerGather(found.region, geometry, found.transport, timeout_s=timeout_s)
     peer.warm_up()
     return peer, ""
 
 
 def build_product(
     group: Any, peer: PeerGather, rows: int, inputs: int, dtype: torch.dtype, device: torch.device
-) -> PeerProjection:
-    """The product together with its gather, in memory of its own beside `peer`'s. Collective."""
+) -> PeerProjection | None:
+    """The product together with its gather, in memory of its own beside `peer`'s; None without it. Collective."""
     geometry = replace(peer.geometry, rows=rows)
-    nbytes = geometry.nbytes(group.world_size)
-    region = allocate(peer.transport, nbytes, group.device_group, device, host_group=group.cpu_group)
-    product = PeerProjection(region, geometry, inputs, timeout_s=peer.deadline.limit_s)
+    found = connect(
+        geometry.nbytes(group.world_size),
+        group.device_group,
+        device,
+        (peer.transport,),
+        host_group=group.cpu_group,
+    )
+    if found.region is None:
+        logger.warning("Projections' products are not gathered in their own launch: %s", found.passed_over)
+        return None
+    product = PeerProjection(found.region, geometry, inputs, timeout_s=peer.deadline.limit_s)
     product.warm_up(dtype)
     return product

@@ -20,7 +20,8 @@ from kimi_k3_serve.publish import verify
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.publisher import PrefillKV, Publisher, objection
-from kimi_k3_serve.symmetric.transport import PREFERENCE, allocate, choose
+from kimi_k3_serve.symmetric.agreement import everyone
+from kimi_k3_serve.symmetric.transport import PREFERENCE, Connection, connect
 
 SWITCH = "KIMI_K3_PREFILL_KV"
 TIMEOUT = "KIMI_K3_PUBLISH_TIMEOUT_S"
@@ -100,9 +101,8 @@ def select(
         PrefillKVError: the forced transport cannot work, or ranks were configured differently.
     """
     value, verified = asked(device.type), verify.asked()
-    everyone: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(everyone, (value, verified), group=host_group)
-    for name, values in zip((SWITCH, verify.SWITCH), zip(*everyone, strict=True), strict=True):
+    settings = zip(*everyone(host_group, (value, verified)), strict=True)
+    for name, values in zip((SWITCH, verify.SWITCH), settings, strict=True):
         if len(set(values)) > 1:
             raise PrefillKVError(
                 f"{name} differs between ranks: {list(values)}; set it alike for every worker"
@@ -124,32 +124,33 @@ def select(
         return choice("stock", f"a KV cache of {cache_dtype} is left to vLLM's own all-gather", None)
 
     widths = (latent * dtype.itemsize, rope * dtype.itemsize)
-    transport: str | None = None
-    reasons: dict[str, str] = {}
+    layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)
+    found = Connection(None, None, {})
     if value != "collective":
-        if against := objection(dtype, *widths):
-            reasons = dict.fromkeys(PREFERENCE if value == "auto" else (value,), against)
-        else:
-            transport, reasons = choose(host_group, device, PREFERENCE if value == "auto" else (value,))
-    if transport is None and value in PREFERENCE:
-        raise PrefillKVError(f"{SWITCH}={value} cannot work here: {reasons[value]}; use {SWITCH}=auto")
+        found = connect(
+            layout.nbytes,
+            device_group,
+            device,
+            PREFERENCE if value == "auto" else (value,),
+            host_group=host_group,
+            against=objection(dtype, *widths),
+        )
+    if found.region is None and value in PREFERENCE:
+        raise PrefillKVError(f"{SWITCH}={value} cannot work here: {found.reasons[value]}; use {SWITCH}=auto")
 
     implementation = "torch" if device.type == "cpu" else "triton"
-    passed_over = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    if transport is None:
+    if found.transport is None or found.region is None:
         source: PrefillKV = Collective(
             device_group, dtype, latent, rope, model_dtype, implementation=implementation
         )
-        return choice("collective", passed_over or f"{SWITCH}=collective", source)
-    layout = Layout(dist.get_world_size(host_group), capacity, *widths, ubatches)
-    region = allocate(transport, layout.nbytes, device_group, device, host_group=host_group)
+        return choice("collective", found.passed_over or f"{SWITCH}=collective", source)
     source = Publisher(
-        region,
+        found.region,
         layout,
         dtype,
-        transport=transport,
+        transport=found.transport,
         implementation=implementation,
         timeout_s=timeout_s(),
         model_dtype=model_dtype,
     )
-    return choice(transport, passed_over or f"{SWITCH}={value}", source)
+    return choice(found.transport, found.passed_over or f"{SWITCH}={value}", source)

@@ -4,49 +4,38 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 
-class Region(Protocol):
-    """The same number of bytes on every rank, zeroed, each mapped into this process.
+@dataclass(frozen=True)
+class Region:
+    """The same number of bytes on every rank, zeroed at first, each mapped into this process.
 
     Lives as long as the object does. Nothing in it synchronises: that is its user's protocol.
     """
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def peers(self) -> Sequence[torch.Tensor]:
-        """[world_size] uint8 tensors of equal length: every rank's bytes; `peers[rank]` is this rank's own."""
-        ...
-
-    @property
-    def multicast_address(self) -> int:
-        """Where one `multimem.st` reaches every rank's bytes; 0 without multicast. A plain access is undefined."""
-        ...
-
-
-@dataclass(frozen=True)
-class LocalRegion:
-    """One rank of W that all live in this process: for tests, and for several ranks on one GPU."""
-
     rank: int
     peers: tuple[torch.Tensor, ...]
+    """[world_size] uint8 tensors of equal length: every rank's bytes; `peers[rank]` is this rank's own."""
     multicast_address: int = 0
+    """Where one `multimem.st` reaches every rank's bytes; 0 without multicast. A plain access is undefined."""
+    owner: Any = None
+    """What must stay alive for the mappings to."""
 
     @property
     def world_size(self) -> int:
         return len(self.peers)
 
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's bytes."""
+        return self.peers[self.rank]
+
     @classmethod
-    def group(cls, world_size: int, nbytes: int, device: torch.device | str = "cpu") -> list["LocalRegion"]:
-        """The W regions of W ranks."""
+    def group(cls, world_size: int, nbytes: int, device: torch.device | str = "cpu") -> list["Region"]:
+        """The W regions of W ranks that all live in this process: for tests, and for several ranks on one GPU."""
         peers = tuple(torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(world_size))
         return [cls(rank, peers) for rank in range(world_size)]
 

@@ -4,15 +4,13 @@
 import mmap
 import os
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_private = threading.Lock()
-_private.acquire()
+from kimi_k3_serve.symmetric.agreement import everyone
+from kimi_k3_serve.symmetric.region import Region
 
 
 def fence() -> None:
@@ -22,41 +20,46 @@ def fence() -> None:
     release and then one with acquire semantics on the same word, which neither x86-64 nor Arm reorders
     (release to acquire is sequentially consistent there). About 0.1 us.
     """
-    _private.release()
-    _private.acquire()
+    private = threading.Lock()
+    private.acquire()
+    private.release()
+    private.acquire()
 
 
-@dataclass(frozen=True)
-class SharedRegion:
-    """A `Region` over memory-mapped files."""
-
-    rank: int
-    peers: tuple[torch.Tensor, ...]
-    multicast_address: int = 0
-
-    @property
-    def world_size(self) -> int:
-        return len(self.peers)
-
-
-def allocate_shared(nbytes: int, group: Any) -> SharedRegion:
-    """Collective over `group` (any backend that moves Python objects; all ranks in one process namespace).
+def open_shared(nbytes: int, device: torch.device) -> int:
+    """Make this rank's file; its descriptor. Raises OSError.
 
     Anonymous memory files, which the ranks open through /proc: not bounded by the size of /dev/shm (64 MiB in a
     container, by default), and nothing is left behind however a process ends.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     descriptor = os.memfd_create("kimi-k3-symmetric")
     os.ftruncate(descriptor, nbytes)
-    owners: list[Any] = [None] * world_size
-    dist.all_gather_object(owners, (os.getpid(), descriptor), group=group)
-    peers = tuple(map_file(Path(f"/proc/{pid}/fd/{opened}"), nbytes) for pid, opened in owners)
-    dist.barrier(group)
-    os.close(descriptor)
-    return SharedRegion(rank, peers)
+    return descriptor
 
 
-def map_file(path: Path, nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 over the file's pages; the mapping lives as long as the tensor."""
-    with path.open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+def join_shared(descriptor: int, group: Any) -> Region:
+    """Map every rank's file. Collective over `group` (any backend that moves Python objects).
+
+    Raises:
+        OSError: a rank's file cannot be opened from here, as from another process namespace.
+    """
+    try:
+        files = everyone(group, (os.getpid(), descriptor, os.fstat(descriptor).st_ino))
+        peers = tuple(map_file(f"/proc/{pid}/fd/{opened}", inode) for pid, opened, inode in files)
+    finally:
+        dist.barrier(group)
+        os.close(descriptor)
+    return Region(dist.get_rank(group), peers)
+
+
+def map_file(path: str, inode: int) -> torch.Tensor:
+    """uint8 over a whole file's pages; the mapping lives as long as the tensor.
+
+    Raises:
+        OSError: the file cannot be opened, or is another one: elsewhere the same process number means another.
+    """
+    with open(path, "r+b") as file:  # noqa: PTH123
+        status = os.fstat(file.fileno())
+        if status.st_ino != inode:
+            raise OSError(f"{path} is not the other rank's memory")
+        return torch.frombuffer(mmap.mmap(file.fileno(), status.st_size), dtype=torch.uint8)

@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to reach the other ranks, in order of preference, and the choice that all ranks make alike.
+"""Ways to reach the other ranks, in order of preference, and the one that all ranks connect by.
 
 multicast   one `multimem.st` reaches every rank's memory (NVLS)
 peer        a store to each rank's memory through its pointer (NVLink, or PCIe peer to peer)
 shared      memory that processes of one machine map (CPU)
+
+What a machine says it can do and what it then does are two things: a fabric manager may be down, memory short. So every
+step that can fail is tried on all ranks and its outcome told to all, before the next one that has to be taken together.
 """
 
+import functools
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kimi_k3_serve.errors import UserError
+from kimi_k3_serve.symmetric.agreement import everyone, first_refusal
 from kimi_k3_serve.symmetric.region import Region
-from kimi_k3_serve.symmetric.shared import allocate_shared
-from kimi_k3_serve.symmetric.torch_symm import allocate_torch, multicast_objection, peer_objection
+from kimi_k3_serve.symmetric.shared import join_shared, open_shared
+from kimi_k3_serve.symmetric.torch_symm import (
+    gpu_name,
+    join_torch,
+    multicast_objection,
+    open_torch,
+    peer_objection,
+)
 
 PREFERENCE = ("multicast", "peer", "shared")
 
@@ -26,63 +37,124 @@ class SymmetricMemoryError(UserError):
     """Symmetric memory was asked for in a way that cannot work."""
 
 
-def shared_objection(device: torch.device) -> str | None:
+@dataclass(frozen=True)
+class Transport:
+    """One way, in the three steps that can fail."""
+
+    objection: Callable[[torch.device, Sequence[str]], str | None]
+    """(this rank's device, names of all ranks' GPUs) -> why not, as far as it is known beforehand."""
+    open: Callable[[int, torch.device], Any]
+    """(bytes, device) -> this rank's zeroed memory. Raises RuntimeError or OSError."""
+    join: Callable[[Any, Any, Any], Region]
+    """(that memory, the ranks' group, the same over a backend that moves objects) -> all ranks'. Collective."""
+    machines: bool = False
+    """Whether it may reach over several machines."""
+
+
+def shared_objection(device: torch.device, members: Sequence[str]) -> str | None:
     if device.type != "cpu":
         return f"{device.type} tensors do not live in shared host memory"
     return None if hasattr(os, "memfd_create") else "no anonymous memory files here (Linux has them)"
 
 
-OBJECTIONS: Mapping[str, Callable[[torch.device], str | None]] = {
-    "multicast": multicast_objection,
-    "peer": peer_objection,
-    "shared": shared_objection,
+TRANSPORTS: Mapping[str, Transport] = {
+    "multicast": Transport(
+        multicast_objection,
+        open_torch,
+        lambda memory, group, host_group: join_torch(memory, group, multicast=True),
+        machines=True,
+    ),
+    "peer": Transport(
+        peer_objection,
+        open_torch,
+        lambda memory, group, host_group: join_torch(memory, group, multicast=False),
+    ),
+    "shared": Transport(
+        shared_objection, open_shared, lambda memory, group, host_group: join_shared(memory, host_group)
+    ),
 }
 
 
-def choose(
-    group: Any, device: torch.device, among: Sequence[str] = PREFERENCE
-) -> tuple[str | None, dict[str, str]]:
-    """The first transport that every rank of `group` can use. Collective: all ranks get the same answer.
+@dataclass(frozen=True)
+class Connection:
+    """What `connect` found, the same on every rank."""
 
-    Args:
-        group: a process group that moves Python objects (vLLM's `cpu_group`).
+    transport: str | None
+    region: Region | None
+    """None, as the transport is, where there is no way."""
+    reasons: Mapping[str, str]
+    """For each transport passed over the first reason against it."""
 
-    Returns:
-        Its name, or None where there is none; and for each transport passed over, the first rank's reason.
-    """
-    mine = {name: OBJECTIONS[name](device) for name in among}
-    facts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(facts, (mine, socket.gethostname()), group=group)
-    reasons: dict[str, str] = {}
-    for name in among:
-        found = [f"rank {rank}: {why[name]}" for rank, (why, _) in enumerate(facts) if why[name]]
-        if name != "multicast" and len({host for _, host in facts}) > 1:
-            found.append("the ranks are on different machines")
-        if not found:
-            return name, reasons
-        reasons[name] = found[0]
-    return None, reasons
+    @property
+    def passed_over(self) -> str:
+        """The reasons as one text; empty without any."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+    def get(self) -> Region:
+        """The region. Raises SymmetricMemoryError where there is none."""
+        if self.region is None:
+            raise SymmetricMemoryError(f"no symmetric memory ({self.passed_over}); use other transports")
+        return self.region
 
 
-def allocate(transport: str, nbytes: int, group: Any, device: torch.device, *, host_group: Any) -> Region:
-    """Allocate `nbytes` zeroed bytes on every rank. Collective.
+def connect(
+    nbytes: int,
+    group: Any,
+    device: torch.device,
+    among: Sequence[str] = PREFERENCE,
+    *,
+    host_group: Any = None,
+    against: str | None = None,
+) -> Connection:
+    """Allocate `nbytes` zeroed bytes on every rank by the first transport that works on all. Collective.
 
     Args:
         group: the ranks; over NCCL for `multicast` and `peer`.
-        host_group: the same ranks over a backend that moves Python objects; may be `group` itself.
+        host_group: the same ranks over a backend that moves Python objects (vLLM's `cpu_group`); left out: `group`.
+        against: why this rank wants none of them.
 
     Raises:
-        SymmetricMemoryError: the ranks ask for different sizes or transports, or multicast gave no address.
+        SymmetricMemoryError: the ranks ask for different sizes or transports.
     """
-    asked: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(asked, (transport, nbytes), group=host_group)
+    host_group = host_group or group
+    facts = everyone(host_group, ((tuple(among), nbytes), machine(), gpu_name(device)))
+    asked, machines, members = zip(*facts, strict=True)
     if len(set(asked)) > 1:
         raise SymmetricMemoryError(
-            f"ranks ask for different symmetric memory: {asked}; give every rank one configuration"
+            f"ranks ask for different symmetric memory: {list(asked)}; give every rank one configuration"
         )
-    if transport == "shared":
-        return allocate_shared(nbytes, host_group)
-    region = allocate_torch(nbytes, group, device, multicast=transport == "multicast")
-    if transport == "multicast" and not region.multicast_address:
-        raise SymmetricMemoryError("PyTorch gave no multicast address; use the peer transport")
-    return region
+    reasons: dict[str, str] = {}
+    for name in among:
+        transport = TRANSPORTS[name]
+        objection = against or transport.objection(device, members)
+        if len(set(machines)) > 1 and not transport.machines:
+            objection = objection or "the ranks are on different machines"
+        region, reason = None, first_refusal(host_group, objection)
+        if reason is None:
+            memory, reason = attempt(host_group, functools.partial(transport.open, nbytes, device))
+        if reason is None:
+            join = functools.partial(transport.join, memory, group, host_group)
+            region, reason = attempt(host_group, join)
+        if reason is None:
+            return Connection(name, region, reasons)
+        reasons[name] = reason
+    return Connection(None, None, reasons)
+
+
+def attempt(group: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a step yields, or None and the first rank's error where it failed on any. Collective."""
+    made, failure = None, None
+    try:
+        made = step()
+    except (RuntimeError, OSError) as error:
+        failure = " ".join(str(error).split()) or type(error).__name__
+    reason = first_refusal(group, failure)
+    return (made, None) if reason is None else (None, reason)
+
+
+def machine() -> str:
+    """What tells this machine from others, in all of its containers: the identity of its boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerProjection
 from kimi_k3_serve.projection.gather import Choice, LatentGather, select, select_pair
 from kimi_k3_serve.projection.shard import HIDDEN, KV_A, Q_A, local_widths, restore
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import connect
 
 W = 2
 WIDTHS = (Q_A, KV_A)
@@ -126,7 +126,7 @@ def product_equal(rank: int, group: Any) -> None:
     geometry = Geometry(2 * first, 2 * second)
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = geometry.nbytes(W)
-    region = allocate("peer", nbytes, group.device_group, device, host_group=group.cpu_group)
+    region = connect(nbytes, group.device_group, device, ("peer",), host_group=group.cpu_group).get()
     source = PeerProjection(region, geometry, HIDDEN)
     source.warm_up(torch.bfloat16)
     source.warm_up(torch.float16)

@@ -27,7 +27,7 @@ from publish_world import LATENT, ROPE
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import PrefillKV, Publisher
-from kimi_k3_serve.symmetric import allocate
+from kimi_k3_serve.symmetric import connect
 
 CAPACITY = 65536
 DELAY = 2_000_000
@@ -63,7 +63,9 @@ class World:
         self, dtype: torch.dtype, model_dtype: torch.dtype = BF16, timeout_s: float = 60
     ) -> Publisher:
         layout = Layout(self.size, CAPACITY, LATENT * dtype.itemsize, ROPE * dtype.itemsize)
-        region = allocate("peer", layout.nbytes, dist.group.WORLD, self.device, host_group=self.host_group)
+        region = connect(
+            layout.nbytes, dist.group.WORLD, self.device, ("peer",), host_group=self.host_group
+        ).get()
         return Publisher(
             region,
             layout,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
-from kimi_k3_serve.symmetric.region import LocalRegion, view
+from kimi_k3_serve.symmetric.region import Region, view
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ class Ranks:
     """W ranks of one process on one GPU."""
 
     def __init__(self, world_size: int, geometry: Geometry) -> None:
-        regions = LocalRegion.group(world_size, geometry.nbytes(world_size), "cuda")
+        regions = Region.group(world_size, geometry.nbytes(world_size), "cuda")
         self.geometry, self.world_size = geometry, world_size
         self.exchanges = [PeerExchange(region, geometry, blocks=BLOCKS) for region in regions]
         self.streams = [torch.cuda.Stream() for _ in regions]

@@ -13,7 +13,7 @@ import torch
 
 from kimi_k3_serve.projection.exchange import Geometry, PeerGather
 from kimi_k3_serve.projection.shard import KV_A, Q_A, local_widths
-from kimi_k3_serve.symmetric.region import LocalRegion, view
+from kimi_k3_serve.symmetric.region import Region, view
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,7 @@ def primed(world_size: int) -> list[PeerGather]:
     """
     geometry = Geometry(*(2 * width for width in local_widths(WIDTHS, world_size)))
     nbytes = geometry.nbytes(world_size)
-    regions = LocalRegion.group(world_size, nbytes, "cuda")
+    regions = Region.group(world_size, nbytes, "cuda")
     ranks = [PeerGather(region, geometry) for region in regions]
     for rank in ranks:
         for peer in regions[0].peers:

@@ -21,7 +21,7 @@ from kimi_k3_serve.publish.collective_kernel import unpack_kernel
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.publish.ranks import Scaled
-from kimi_k3_serve.symmetric.region import LocalRegion
+from kimi_k3_serve.symmetric.region import Region
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ class Ranks:
     def __init__(self, world_size: int, dtype: torch.dtype, capacity: int, ubatches: int = 1) -> None:
         self.world_size, self.dtype = world_size, dtype
         layout = Layout(world_size, capacity, LATENT * dtype.itemsize, ROPE * dtype.itemsize, ubatches)
-        regions = LocalRegion.group(world_size, layout.nbytes, CUDA)
+        regions = Region.group(world_size, layout.nbytes, CUDA)
         self.publishers = [
             Publisher(region, layout, dtype, transport="peer", implementation="triton", timeout_s=20.0)
             for region in regions

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import peer_oracle
 
 from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.symmetric import connect
 from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
-from kimi_k3_serve.symmetric.shared import allocate_shared
 
 HEADS, LATENT, ROPE, BLOCKS = 3, 32, 8, 2
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
         cases = [(torch.float32, 2), (torch.bfloat16, 1)][: 2 if world_size < 8 else 1]
         for dtype, ubatches in cases:
             geometry = Geometry(HEADS, LATENT, ROPE, dtype, dtype, max_tokens=6, ubatches=ubatches)
-            region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
+            region = connect(geometry.nbytes(world_size), dist.group.WORLD, torch.device("cpu")).get()
             exchange = PeerExchange(region, geometry, blocks=BLOCKS, timeout_s=60)
             if world_size == 2:
                 exchange.load(base_e=True)

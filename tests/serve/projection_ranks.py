@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 from kimi_k3_serve.projection import kernels
 from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
 from kimi_k3_serve.projection.shard import KV_A, Q_A, local_widths
+from kimi_k3_serve.symmetric import connect
 from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
-from kimi_k3_serve.symmetric.shared import allocate_shared
 
 DELAY_S = 0.02
 LONG_DELAY_S = 0.5  # in a mutation: long enough for the others to run ahead as far as they can
@@ -54,7 +54,7 @@ def shard(logical: torch.Tensor, widths: tuple[int, ...], rank: int, world_size:
 def gather(rank: int, world_size: int, first: int, second: int, ubatches: int = 1) -> PeerGather:
     """Of `first` and `second` bytes a row and rank."""
     geometry = Geometry(first, second, ubatches=ubatches)
-    region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
+    region = connect(geometry.nbytes(world_size), dist.group.WORLD, torch.device("cpu")).get()
     return PeerGather(region, geometry)
 
 
@@ -99,7 +99,7 @@ def projected(rank: int, world_size: int) -> None:
     """The product and its gather in one launch: exact on whole numbers, in both dtypes, one rank late each time."""
     widths, inputs = (12 * world_size, 4 * world_size), 96
     geometry = Geometry(2 * 12, 2 * 4, ubatches=2)
-    region = allocate_shared(geometry.nbytes(world_size), dist.group.WORLD)
+    region = connect(geometry.nbytes(world_size), dist.group.WORLD, torch.device("cpu")).get()
     source = PeerProjection(region, geometry, inputs)
     source.epochs[1].fill_(-3)  # wraps on the way
     dist.barrier()
@@ -146,7 +146,9 @@ def late_inside(rank: int, world_size: int, *, delay: float = DELAY_S) -> None:
 def missing(rank: int, world_size: int) -> None:
     """Only rank 0 comes: it stops waiting, and its next call says whom it missed. Gather and product."""
     geometry = Geometry(2 * 16, 2 * 8)
-    regions = [allocate_shared(geometry.nbytes(world_size), dist.group.WORLD) for _ in range(2)]
+    regions = [
+        connect(geometry.nbytes(world_size), dist.group.WORLD, torch.device("cpu")).get() for _ in range(2)
+    ]
     gather = PeerGather(regions[0], geometry, timeout_s=0.01)
     product = PeerProjection(regions[1], geometry, 32, timeout_s=0.01)
     local = torch.zeros(2, 24, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from kimi_k3_serve.publish.chunks import upload
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher
-from kimi_k3_serve.symmetric import LocalRegion, allocate
+from kimi_k3_serve.symmetric import Region, connect
 from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 
 LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
@@ -130,7 +130,7 @@ def publisher(
     item = world.dtype.itemsize
     layout = Layout(world.world_size, world.workspace, LATENT * item, ROPE * item, ubatches)
     group = dist.group.WORLD
-    region = allocate("shared", layout.nbytes, group, CPU, host_group=group)
+    region = connect(layout.nbytes, group, CPU, ("shared",)).get()
     region.peers[world.rank].fill_(0)
     made = Publisher(
         region,
@@ -219,7 +219,7 @@ def multicast_stand_in(rank: int, world_size: int, implementation: str) -> None:
         region = source.rank.region  # type: ignore[attr-defined]
         source.rank.region = replace(region, multicast_address=memory.data_ptr())  # type: ignore[attr-defined]
         slots = Publisher(
-            LocalRegion(0, (memory,) * world_size), source.layout, dtype, transport="", implementation="torch"
+            Region(0, (memory,) * world_size), source.layout, dtype, transport="", implementation="torch"
         ).planes[0]
         for index in range(len(world.chunks)):
             memory.fill_(SENTINEL)

@@ -22,7 +22,7 @@ from kimi_k3_serve.attention.peer_exchange import (
 )
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.symmetric.deadline import RendezvousTimeout, limit_s
-from kimi_k3_serve.symmetric.region import LocalRegion
+from kimi_k3_serve.symmetric.region import Region
 
 HERE = Path(__file__).parent
 
@@ -100,7 +100,7 @@ def test_merge_partials_equals_the_float64_oracle(world_size: int, base_e: bool)
 
 def test_every_token_of_a_launch_has_one_block_and_grids_are_bounded() -> None:
     geometry = Geometry(48, 512, 64, torch.bfloat16, torch.bfloat16, max_tokens=64)
-    exchange = PeerExchange(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
+    exchange = PeerExchange(Region.group(2, geometry.nbytes(2))[0], geometry)
     for tokens in (1, 2, 7, 8, 32, 64):
         grid, rows = exchange.grid(tokens)
         assert grid <= BLOCKS and rows & (rows - 1) == 0
@@ -109,7 +109,7 @@ def test_every_token_of_a_launch_has_one_block_and_grids_are_bounded() -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4)
-    regions = LocalRegion.group(2, geometry.nbytes(2))
+    regions = Region.group(2, geometry.nbytes(2))
     exchange = PeerExchange(regions[0], geometry)
     nope, rope = torch.zeros(5, 2, 32), torch.zeros(5, 2, 8)
     with pytest.raises(ValueError, match="5 tokens; this exchange holds 1 to 4"):
@@ -123,9 +123,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match="both or neither"):
             exchange.merge(partial, lse, **alone)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="17 ranks; the flags of a block hold 16"):
-        PeerExchange(LocalRegion.group(17, geometry.nbytes(17))[0], geometry)
+        PeerExchange(Region.group(17, geometry.nbytes(17))[0], geometry)
     with pytest.raises(ValueError, match="bytes"):
-        PeerExchange(LocalRegion.group(2, 64)[0], geometry)
+        PeerExchange(Region.group(2, 64)[0], geometry)
 
 
 def test_rows_that_do_not_begin_on_16_bytes_are_copied_first() -> None:
@@ -139,7 +139,7 @@ def test_rows_that_do_not_begin_on_16_bytes_are_copied_first() -> None:
 def test_an_exchange_is_built_whatever_the_default_device_is() -> None:
     """vLLM builds its layers under `torch.device("cuda")`; only what is meant to lie there may."""
     geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4)
-    regions = LocalRegion.group(2, geometry.nbytes(2))
+    regions = Region.group(2, geometry.nbytes(2))
     with torch.device("meta"):
         exchange = PeerExchange(regions[0], geometry)
     for tensor in (exchange.deadline.report, exchange.bases, exchange.state):
@@ -149,7 +149,7 @@ def test_an_exchange_is_built_whatever_the_default_device_is() -> None:
 
 def test_a_timeout_names_rank_step_and_epoch() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4, ubatches=2)
-    exchange = PeerExchange(LocalRegion.group(4, geometry.nbytes(4))[1], geometry, timeout_s=5)
+    exchange = PeerExchange(Region.group(4, geometry.nbytes(4))[1], geometry, timeout_s=5)
     block = 3 * FLAG_BYTES
     for part, step in (("gather_flags", "query gather"), ("merge_flags", "merge")):
         exchange.deadline.reported[:] = [2 + 1, 6, 7, exchange.offset(part, 1) + block]
@@ -180,7 +180,7 @@ def test_a_number_of_tokens_that_is_none_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_ubatches_share_no_byte() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.bfloat16, max_tokens=4, ubatches=3)
-    exchange = PeerExchange(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
+    exchange = PeerExchange(Region.group(2, geometry.nbytes(2))[0], geometry)
     spans = sorted(
         (exchange.offset(name, ubatch), exchange.offset(name, ubatch) + size)
         for ubatch in range(3)

@@ -10,7 +10,7 @@ import torch
 from kimi_k3_serve.cli import main
 from kimi_k3_serve.projection import b12x_row, gather, shard
 from kimi_k3_serve.projection.exchange import MAX_ROWS, Geometry, PeerGather, PeerProjection
-from kimi_k3_serve.symmetric.region import LocalRegion
+from kimi_k3_serve.symmetric import Connection, Region, agreement
 
 WIDTHS = (shard.Q_A, shard.KV_A)
 WORLDS = (1, 2, 4, 8, 16)
@@ -216,14 +216,19 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(gather.USE_B12X, raising=False)
     monkeypatch.delenv(gather.SWITCH, raising=False)
 
-    def all_gather_object(everyone: list[Any], mine: Any, group: Any) -> None:
-        everyone[:] = [mine] * len(everyone)
-
-    monkeypatch.setattr(gather.dist, "all_gather_object", all_gather_object)
+    for module in (agreement, gather):
+        monkeypatch.setattr(module, "everyone", lambda group, value: [value] * 2)
     made: list[str] = []
     monkeypatch.setattr(PeerGather, "warm_up", lambda self: made.append("warm"))
-    monkeypatch.setattr(gather, "choose", lambda group, device, among: (among[0], {}))
-    monkeypatch.setattr(gather, "allocate", lambda name, nbytes, *_, **__: LocalRegion.group(2, nbytes)[0])
+
+    def connect(
+        nbytes: int, group: Any, device: Any, among: Any, *, host_group: Any, against: str | None = None
+    ) -> Connection:
+        if against:
+            return Connection(None, None, {among[0]: f"rank 0: {against}"})
+        return Connection(among[0], Region.group(2, nbytes)[0], {})
+
+    monkeypatch.setattr(gather, "connect", connect)
 
     class Row:
         rows = 1
@@ -316,7 +321,7 @@ def test_widths_that_the_peer_gather_cannot_cut_take_the_all_gather(
 
 def test_what_the_peer_gather_takes() -> None:
     geometry = Geometry(64, 16)
-    source = PeerGather(LocalRegion.group(2, geometry.nbytes(2))[0], geometry)
+    source = PeerGather(Region.group(2, geometry.nbytes(2))[0], geometry)
     rows = torch.zeros(MAX_ROWS + 1, 48, dtype=torch.bfloat16)
     assert source.takes(rows[:1, :40]) and source.takes(rows[:MAX_ROWS, 4:44])
     assert not source.takes(rows[:, :40])  # nine rows
@@ -330,15 +335,15 @@ def test_what_the_peer_gather_takes() -> None:
     with pytest.raises(ValueError, match="this gather moves 2 rows of 16 bytes"):
         source.pair(rows[:2, :32], rows[:1, :8])
     with pytest.raises(ValueError, match="bytes; 5120 are needed"):
-        PeerGather(LocalRegion.group(2, 64)[0], geometry)
+        PeerGather(Region.group(2, 64)[0], geometry)
     with pytest.raises(ValueError, match="12 bytes a row and rank are not a multiple of 8"):
-        PeerGather(LocalRegion.group(2, 4096)[0], Geometry(8, 12))
+        PeerGather(Region.group(2, 4096)[0], Geometry(8, 12))
 
 
 def test_buffers_lie_beside_the_region_whatever_the_default_device() -> None:
     """vLLM builds its layers with the GPU as the default device."""
     geometry = Geometry(64, 16)
-    region = LocalRegion.group(2, geometry.nbytes(2))[0]
+    region = Region.group(2, geometry.nbytes(2))[0]
     with torch.device("meta"):
         built = (PeerGather(region, geometry), PeerProjection(region, geometry, inputs=96))
     assert all(source.bases.device == source.epochs.device == region.peers[0].device for source in built)
@@ -346,7 +351,7 @@ def test_buffers_lie_beside_the_region_whatever_the_default_device() -> None:
 
 def test_what_the_product_takes() -> None:
     geometry = Geometry(64, 16, rows=2)
-    source = PeerProjection(LocalRegion.group(2, geometry.nbytes(2))[0], geometry, inputs=96)
+    source = PeerProjection(Region.group(2, geometry.nbytes(2))[0], geometry, inputs=96)
     assert source.step == 32
     x, weight = torch.zeros(3, 96, dtype=torch.bfloat16), torch.zeros(40, 96, dtype=torch.bfloat16)
     assert source.takes(x[:1], weight) and source.takes(x[1:], weight)
@@ -365,7 +370,7 @@ def test_every_kernel_of_the_product_is_loaded(
     monkeypatch: pytest.MonkeyPatch, rows: int, warmed: list[int]
 ) -> None:
     geometry = Geometry(64, 16, rows=rows)
-    source = PeerProjection(LocalRegion.group(2, geometry.nbytes(2))[0], geometry, inputs=96)
+    source = PeerProjection(Region.group(2, geometry.nbytes(2))[0], geometry, inputs=96)
     seen: list[int] = []
     monkeypatch.setattr(PeerProjection, "project", lambda self, x, weight: seen.append(x.shape[0]))
     source.warm_up(torch.bfloat16)

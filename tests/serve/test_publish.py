@@ -14,7 +14,7 @@ from kimi_k3_serve.publish.chunks import upload
 from kimi_k3_serve.publish.collective import widest_words
 from kimi_k3_serve.publish.layout import SLOTS, Layout
 from kimi_k3_serve.publish.publisher import Publisher, PublishError, objection
-from kimi_k3_serve.symmetric import LocalRegion
+from kimi_k3_serve.symmetric import Region
 
 HERE = Path(__file__).parent
 LATENT, ROPE = 512, 64
@@ -83,7 +83,7 @@ def test_slots_and_planes_do_not_overlap() -> None:
 
 
 def one_rank(place: Layout, dtype: torch.dtype = torch.bfloat16) -> Publisher:
-    region = LocalRegion.group(1, place.nbytes)[0]
+    region = Region.group(1, place.nbytes)[0]
     return Publisher(region, place, dtype, transport="shared", implementation="torch", timeout_s=1.0)
 
 
@@ -101,7 +101,7 @@ def test_a_chunk_larger_than_a_plane_is_refused_before_a_row_moves() -> None:
     [(layout(world_size=2), "on 1 ranks"), (layout(world_size=1, capacity=9), "take 20992 bytes on each")],
 )
 def test_memory_of_another_group_or_size_is_refused(place: Layout, found: str) -> None:
-    region = LocalRegion.group(1, layout(world_size=1).nbytes)[0]
+    region = Region.group(1, layout(world_size=1).nbytes)[0]
     with pytest.raises(PublishError, match=found):
         Publisher(region, place, torch.bfloat16, transport="shared", implementation="torch")
 
@@ -109,7 +109,7 @@ def test_memory_of_another_group_or_size_is_refused(place: Layout, found: str) -
 def test_nothing_is_made_on_the_default_device() -> None:
     """vLLM builds layers under another default device, where host memory cannot be pinned."""
     place = layout(world_size=1)
-    region = LocalRegion.group(1, place.nbytes)[0]
+    region = Region.group(1, place.nbytes)[0]
     with torch.device("meta"):
         source = Publisher(region, place, torch.bfloat16, transport="peer", implementation="triton")
         [chunk] = upload([([3], [[3]], [0])], rank=0, world_size=1, device=torch.device("cpu"), tiles=True)
