@@ -53,12 +53,17 @@ class Geometry:
         return parts
 
     def nbytes(self, world_size: int) -> int:
-        """Symmetric memory a rank needs for all its ubatches."""
-        return self.ubatches * self.layout(world_size)["end"][0]
+        """Symmetric memory a rank needs: its ubatches' parts, and behind them every rank's address, and the states."""
+        tables = 8 * (world_size + 4 * self.ubatches)
+        return self.ubatches * self.layout(world_size)["end"][0] + tables
 
 
 class PeerExchange:
-    """One rank's side. Every rank makes the same calls in the same order; see `peer_kernels` for the protocol."""
+    """One rank's side. Every rank makes the same calls in the same order; see `peer_kernels` for the protocol.
+
+    Addresses and states lie in the region too: at level 2 vLLM's sleep mode discards what a model's layers
+    allocate otherwise.
+    """
 
     def __init__(
         self, region: Region, geometry: Geometry, *, blocks: int = BLOCKS, timeout_s: float = 0.0
@@ -72,15 +77,17 @@ class PeerExchange:
         self.rank, self.world_size = region.rank, region.world_size
         self.blocks = min(blocks, BLOCKS)
         self.parts = geometry.layout(self.world_size)
-        own = region.peers[self.rank]
+        own = region.own
         if own.numel() < geometry.nbytes(self.world_size):
             raise ValueError(f"region of {own.numel()} bytes; {geometry.nbytes(self.world_size)} are needed")
         if self.world_size > FLAG_BYTES // 8:
             raise ValueError(f"{self.world_size} ranks; the flags of a block hold {FLAG_BYTES // 8}")
         self.on_gpu = own.is_cuda
-        self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
         # [ubatch, gather or merge, (epoch, blocks that have signalled)]
-        self.state = torch.zeros(geometry.ubatches, 2, 2, dtype=torch.int64, device=own.device)
+        place, shape = geometry.ubatches * self.parts["end"][0], (geometry.ubatches, 2, 2)
+        self.state = view(own, place, shape, torch.int64)
+        self.bases = view(own, place + self.state.nbytes, (self.world_size,), torch.int64)
+        self.bases.copy_(torch.tensor(addresses(region), dtype=torch.int64, device="cpu"))
         self.deadline = Deadline(timeout_s, self.late, on_gpu=self.on_gpu)
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}

@@ -8,7 +8,7 @@ import triton
 
 from kimi_k3_serve.projection import kernels
 from kimi_k3_serve.symmetric.deadline import Deadline
-from kimi_k3_serve.symmetric.region import Region, addresses
+from kimi_k3_serve.symmetric.region import Region, addresses, view
 
 MAX_ROWS = 8
 TIMEOUT = "KIMI_K3_PROJECTION_TIMEOUT_S"
@@ -37,40 +37,72 @@ class Geometry:
         """Both slots of one ubatch."""
         return 2 * self.rows * world_size * 2 * (self.first + self.second)
 
-    def nbytes(self, world_size: int) -> int:
-        """Symmetric memory a rank needs."""
-        return self.ubatches * self.slots_bytes(world_size)
+    @property
+    def units(self) -> int:
+        """Of a row of one rank."""
+        return (self.first + self.second) // UNIT
 
-    def own_memory(self, region: Region) -> torch.Tensor:
-        """This rank's memory, checked. Raises ValueError where it is too small or a part cannot be gathered."""
-        own, needed = region.peers[region.rank], self.nbytes(region.world_size)
+    def gather_blocks(self, world_size: int) -> int:
+        """Blocks of a `PeerGather`'s row; a `PeerProjection` has one for each unit."""
+        return -(-world_size * self.units // UNITS)
+
+    def nbytes(self, world_size: int) -> int:
+        """Symmetric memory a rank needs: all slots, every rank's address, an epoch for each row and block."""
+        blocks = max(self.units, self.gather_blocks(world_size))
+        tables = 8 * world_size + 4 * self.ubatches * self.rows * blocks
+        return self.ubatches * self.slots_bytes(world_size) + tables
+
+
+class PeerLaunch:
+    """One rank's memory for one kernel. Every rank makes the same calls in the same order; `kernels` has the protocol.
+
+    Addresses and epochs lie in the region, behind the slots: at level 2 vLLM's sleep mode discards what a model's
+    layers allocate otherwise.
+    """
+
+    def __init__(self, region: Region, geometry: Geometry, blocks: int, timeout_s: float) -> None:
+        """Args:
+        region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
+        blocks: of a row.
+        timeout_s: how long a launch waits for the others; 0: for ever.
+
+        Raises:
+            ValueError: the region is too small, or the parts cannot be gathered.
+        """
+        own, needed = region.own, geometry.nbytes(region.world_size)
         if own.numel() < needed:
             raise ValueError(f"region of {own.numel()} bytes; {needed} are needed")
-        if reason := self.objection():
+        if reason := geometry.objection():
             raise ValueError(reason)
-        return own
+        self.region, self.geometry, self.blocks = region, geometry, blocks
+        self.rank, self.world_size = region.rank, region.world_size
+        self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
+        tables = geometry.ubatches * geometry.slots_bytes(self.world_size)
+        self.bases = view(own, tables, (self.world_size,), torch.int64)
+        self.bases.copy_(torch.tensor(addresses(region), dtype=torch.int64, device="cpu"))
+        shape = (geometry.ubatches, geometry.rows, blocks)
+        self.epochs = view(own, tables + 8 * self.world_size, shape, torch.int32)
+        self.deadline = Deadline(timeout_s, self.late, on_gpu=own.is_cuda)
+
+    def late(self, missing: int, last: int, epoch: int, place: int) -> str:
+        return (
+            f"rank {self.rank}: rank {missing} did not come to gather {epoch} of a projection's row within "
+            f"{self.deadline.limit_s:g} s; see that rank's log, or raise {TIMEOUT}"
+        )
 
 
-class PeerGather:
-    """One rank's side. Every rank makes the same calls in the same order; see `kernels` for the protocol."""
+class PeerGather(PeerLaunch):
+    """The gather of rows that are there."""
 
     def __init__(
         self, region: Region, geometry: Geometry, transport: str = "peer", *, timeout_s: float = 0.0
     ) -> None:
         """Args:
-        region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
-        transport: how it was allocated.
-        timeout_s: how long a launch waits for the others; 0: for ever.
+        region, timeout_s: see `PeerLaunch`.
+        transport: how the region was connected.
         """
-        own = geometry.own_memory(region)
-        self.region, self.geometry, self.transport = region, geometry, transport
-        self.rank, self.world_size = region.rank, region.world_size
-        self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
-        self.blocks = -(-self.world_size * (self.first + self.second) // UNITS)
-        self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
-        self.deadline = deadline(self.rank, timeout_s, own)
-        shape = (geometry.ubatches, geometry.rows, self.blocks)
-        self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
+        super().__init__(region, geometry, geometry.gather_blocks(region.world_size), timeout_s)
+        self.transport = transport
 
     def warm_up(self) -> None:
         """Compile and load the kernel, by one launch on every rank: a graph's capture must not have to. Collective."""
@@ -95,7 +127,7 @@ class PeerGather:
 
     def merged(self, local: torch.Tensor, ubatch: int = 0) -> torch.Tensor:
         """[rows, local columns of both parts], any row stride -> [rows, W times as many], first part first."""
-        units = self.first + self.second
+        units = self.geometry.units
         rows, itemsize = local.shape[0], local.itemsize
         if local.shape[1] * itemsize != units * UNIT:
             raise ValueError(f"rows of {local.shape[1] * itemsize} bytes; this gather moves {units * UNIT}")
@@ -154,34 +186,23 @@ class PeerGather:
         )
 
 
-class PeerProjection:
-    """A column-sharded projection of one to `rows` rows and the gather of its columns, in one launch.
-
-    Has slots and epochs of its own, beside those of a `PeerGather`. Here too every rank makes the same calls.
-    """
+class PeerProjection(PeerLaunch):
+    """A column-sharded projection of one to `rows` rows and the gather of its columns, in one launch."""
 
     def __init__(
         self, region: Region, geometry: Geometry, inputs: int, *, step: int = STEP, timeout_s: float = 0.0
     ) -> None:
         """Args:
-        region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank, used by nothing else.
+        region, timeout_s: see `PeerLaunch`.
         inputs: columns of the hidden state, a multiple of 16.
         step: of them that a block takes at a time, a power of two.
-        timeout_s: how long a launch waits for the others; 0: for ever.
         """
-        own = geometry.own_memory(region)
-        self.region, self.geometry, self.inputs = region, geometry, inputs
-        self.rank, self.world_size = region.rank, region.world_size
-        self.first, self.second = geometry.first // UNIT, geometry.second // UNIT
-        self.step = min(step, inputs & -inputs)
-        self.bases = torch.tensor(addresses(region), dtype=torch.int64, device=own.device)
-        self.deadline = deadline(self.rank, timeout_s, own)
-        shape = (geometry.ubatches, geometry.rows, self.first + self.second)
-        self.epochs = torch.zeros(shape, dtype=torch.int32, device=own.device)
+        super().__init__(region, geometry, geometry.units, timeout_s)
+        self.inputs, self.step = inputs, min(step, inputs & -inputs)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile and load the kernel for every number of rows. Collective."""
-        columns = (self.first + self.second) * UNIT // dtype.itemsize
+        columns = self.geometry.units * UNIT // dtype.itemsize
         weight = torch.zeros(columns, self.inputs, dtype=dtype, device=self.bases.device)
         # One kernel for each power of two that a number of rows is rounded up to.
         for rows in {
@@ -203,14 +224,14 @@ class PeerProjection:
             and x.dtype.is_floating_point
             and x.device == weight.device == self.bases.device
             and weight.is_contiguous()
-            and weight.shape == ((self.first + self.second) * 4, self.inputs)
+            and weight.shape == (self.geometry.units * 4, self.inputs)
         )
 
     def project(self, x: torch.Tensor, weight: torch.Tensor, ubatch: int = 0) -> torch.Tensor:
         """[rows, inputs] times this rank's [columns, inputs], transposed -> [rows, W * columns], first part first."""
-        rows, own = x.shape[0], self.first + self.second
-        out = torch.empty(rows, self.world_size * own, dtype=torch.int64, device=x.device)
-        kernels.project_kernel[(own,)](
+        rows = x.shape[0]
+        out = torch.empty(rows, self.world_size * self.blocks, dtype=torch.int64, device=x.device)
+        kernels.project_kernel[(self.blocks,)](
             x,
             weight,
             out,
@@ -233,15 +254,3 @@ class PeerProjection:
             num_warps=8,
         )
         return out.view(x.dtype)
-
-
-def deadline(rank: int, timeout_s: float, memory: torch.Tensor) -> Deadline:
-    """For the waits of a launch that gathers over `memory`."""
-
-    def words(missing: int, last: int, epoch: int, place: int) -> str:
-        return (
-            f"rank {rank}: rank {missing} did not come to gather {epoch} of a projection's row within {timeout_s:g} s; "
-            f"see that rank's log, or raise {TIMEOUT}"
-        )
-
-    return Deadline(timeout_s, words, on_gpu=memory.is_cuda)

@@ -48,19 +48,18 @@ def primed(world_size: int) -> list[PeerGather]:
     first epoch let a lone rank through.
     """
     geometry = Geometry(*(2 * width for width in local_widths(WIDTHS, world_size)))
-    nbytes = geometry.nbytes(world_size)
-    regions = Region.group(world_size, nbytes, "cuda")
+    slots = geometry.slots_bytes(world_size)  # of one ubatch; behind them lie tables
+    regions = Region.group(world_size, geometry.nbytes(world_size), "cuda")
     ranks = [PeerGather(region, geometry) for region in regions]
     for rank in ranks:
         for peer in regions[0].peers:
-            view(peer, 0, (nbytes // 8,), torch.int64).fill_(1 << 32)
-        own = rank.first + rank.second
-        rank.merged(torch.zeros(geometry.rows, own * 4, dtype=torch.bfloat16, device="cuda"))
+            view(peer, 0, (slots // 8,), torch.int64).fill_(1 << 32)
+        rank.merged(torch.zeros(geometry.rows, geometry.units * 4, dtype=torch.bfloat16, device="cuda"))
         torch.cuda.synchronize()
     for rank in ranks:
         rank.epochs.zero_()
     for peer in regions[0].peers:
-        peer.zero_()
+        peer[:slots].zero_()
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
     return ranks

@@ -142,8 +142,12 @@ def test_an_exchange_is_built_whatever_the_default_device_is() -> None:
     regions = Region.group(2, geometry.nbytes(2))
     with torch.device("meta"):
         exchange = PeerExchange(regions[0], geometry)
-    for tensor in (exchange.deadline.report, exchange.bases, exchange.state):
-        assert tensor.device == regions[0].peers[0].device
+    own = regions[0].own
+    assert exchange.deadline.report.device == own.device
+    for table in (exchange.bases, exchange.state):
+        # Inside the region: what vLLM's sleep mode discards, they would not outlive.
+        assert 0 < table.data_ptr() - own.data_ptr() <= own.numel() - table.nbytes
+    assert exchange.bases.tolist() == [peer.data_ptr() for peer in regions[0].peers]
     assert exchange.deadline.reported.tolist() == [0, 0, 0, 0]
 
 

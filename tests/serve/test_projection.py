@@ -334,10 +334,10 @@ def test_what_the_peer_gather_takes() -> None:
         source.merged(rows[:1, :38])
     with pytest.raises(ValueError, match="this gather moves 2 rows of 16 bytes"):
         source.pair(rows[:2, :32], rows[:1, :8])
-    with pytest.raises(ValueError, match="bytes; 5120 are needed"):
+    with pytest.raises(ValueError, match=f"bytes; {5120 + 2 * 8 + 8 * 10 * 4} are needed"):
         PeerGather(Region.group(2, 64)[0], geometry)
     with pytest.raises(ValueError, match="12 bytes a row and rank are not a multiple of 8"):
-        PeerGather(Region.group(2, 4096)[0], Geometry(8, 12))
+        PeerGather(Region.group(2, 8192)[0], Geometry(8, 12))
 
 
 def test_buffers_lie_beside_the_region_whatever_the_default_device() -> None:
@@ -346,7 +346,12 @@ def test_buffers_lie_beside_the_region_whatever_the_default_device() -> None:
     region = Region.group(2, geometry.nbytes(2))[0]
     with torch.device("meta"):
         built = (PeerGather(region, geometry), PeerProjection(region, geometry, inputs=96))
-    assert all(source.bases.device == source.epochs.device == region.peers[0].device for source in built)
+    for source in built:  # and inside it: what vLLM's sleep mode discards, they would not outlive
+        for table in (source.bases, source.epochs):
+            assert table.device == region.own.device
+            begin = table.data_ptr() - region.own.data_ptr()
+            assert 0 < begin <= region.own.numel() - table.nbytes
+        assert source.bases.tolist() == [peer.data_ptr() for peer in region.peers] and not source.epochs.any()
 
 
 def test_what_the_product_takes() -> None:
