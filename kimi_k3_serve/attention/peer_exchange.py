@@ -9,9 +9,9 @@ import torch
 import triton.language as tl
 
 from kimi_k3_serve.attention import peer_kernels
-from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.symmetric.deadline import Deadline
 from kimi_k3_serve.symmetric.region import Region, addresses, view
+from kimi_k3_serve.triton_launch import Launch
 
 ALIGNMENT = 128
 TIMEOUT = "KIMI_K3_PEER_DECODE_TIMEOUT_S"

@@ -30,13 +30,14 @@ Every block of a launch must become resident while the others spin: the grid is 
 blocks. A wait may have a limit (`await_signals`). Nothing here needs multicast.
 
 Every argument is an integer, memory is passed by address, strides in units of 16 bytes: the host has nothing to find
-out at a launch (`launch.py`), and no number of a batch compiles a kernel while other ranks spin.
+out at a launch (`triton_launch.py`), and no number of a batch compiles a kernel while other ranks spin.
 """
 
 import triton
 import triton.language as tl
 
 from kimi_k3_serve.symmetric.device import await_signals, pointer, signal
+from kimi_k3_serve.triton_launch import integer_kernel
 
 FLAG_BYTES = tl.constexpr(128)  # of a block, on a line of their own: up to 16 ranks
 
@@ -60,13 +61,7 @@ def rendezvous(
     tl.debug_barrier()
 
 
-GATHER = (
-    "nope", "nope_stride_token", "nope_stride_head", "rope", "rope_stride_token", "rope_stride_head",
-    "peers", "flags", "query", "state", "report", "limit_ns", "tokens", "heads",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=GATHER)
+@integer_kernel
 def gather_query(
     nope: tl.int64,
     nope_stride_token: tl.int64,
@@ -141,14 +136,7 @@ def shard_lse(lse, place, valid, empty, LSE: tl.constexpr):
     return tl.where(empty, -float("inf"), stated)
 
 
-MERGE = (
-    "partial", "partial_stride_token", "partial_stride_head", "lse", "lse_stride_token", "lse_stride_head",
-    "seq_lens", "query_start_loc", "num_seqs", "merged", "peers", "flags", "received", "received_lse",
-    "state", "report", "limit_ns", "tokens", "heads", "capacity",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=MERGE)
+@integer_kernel
 def merge_partials(
     partial: tl.int64,
     partial_stride_token: tl.int64,

@@ -6,7 +6,6 @@ layout.py       pure: where planes and signals lie in symmetric memory
 chunks.py       context maps of a batch, in one copy to the device
 kernel.py       Triton: publish (multicast or peer), wait, scale
 collective_kernel.py   Triton: the fallback's rows before and after its all-gather
-launch.py       a compiled kernel, launched at little host cost
 ranks.py        one rank's push and wait: Triton, and PyTorch for the CPU
 publisher.py    slots, capacity, what cannot be published and why
 collective.py   the fallback: all-gather, then take rows

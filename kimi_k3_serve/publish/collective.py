@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from kimi_k3_serve.publish.chunks import DeviceChunk
-from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.publish.publisher import require_rows
+from kimi_k3_serve.triton_launch import Launch
 
 TILE_BYTES = 16 << 10
 """Bytes of rows that a program of a kernel moves."""

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from kimi_k3_serve.publish.kernel import scaled
 from kimi_k3_serve.symmetric.device import pointer
+from kimi_k3_serve.triton_launch import integer_kernel
 
-PACK = ("cache", "table", "chunk", "map_stride", "table_stride", "packed")
 
-
-@triton.jit(do_not_specialize=PACK)
+@integer_kernel
 def pack_kernel(
     cache: tl.int64,
     table: tl.int64,
@@ -74,10 +73,7 @@ def unpack_part(
     tl.store(pointer(plane, OUT) + row.to(tl.int64)[:, None] * WIDTH + column, words, mask=kept)
 
 
-UNPACK = ("gathered", "order", "num_rows", "scale", "kv_c", "k_pe")
-
-
-@triton.jit(do_not_specialize=UNPACK)
+@integer_kernel
 def unpack_kernel(
     gathered: tl.int64,
     order: tl.int64,

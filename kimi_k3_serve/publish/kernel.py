@@ -5,14 +5,15 @@ One source serves `multicast` and `peer`, and on the CPU the Triton interpreter:
 constexprs MULTICAST and PTX. Rows are copied as words of 32 or 8 bits, so every copy is exact.
 
 Every argument is an integer: memory is passed by address. The host then has nothing to find out at a launch (one
-compiled kernel serves every batch, `launch.py`), and in the interpreter nothing is written back when a kernel ends,
-over what other processes have stored meanwhile. Addresses are bytes and multiples of 16, unless said otherwise.
+compiled kernel serves every batch, `triton_launch.py`), and in the interpreter nothing is written back when a kernel
+ends, over what other processes have stored meanwhile. Addresses are bytes and multiples of 16, unless said otherwise.
 """
 
 import triton
 import triton.language as tl
 
 from kimi_k3_serve.symmetric.device import await_signals, pointer, signal
+from kimi_k3_serve.triton_launch import integer_kernel
 
 
 @triton.jit
@@ -100,13 +101,7 @@ def copy_rows(
         tl.store(pointer(out, OUT) + place, scaled(rows, scale, OUT), mask=kept)
 
 
-PUBLISH = (
-    "cache", "table", "chunk", "map_stride", "peers", "state", "multicast", "slot_offset", "table_stride",
-    "report", "limit_ns", "scale", "kv_c_out", "k_pe_out",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=PUBLISH)
+@integer_kernel
 def publish_kernel(
     cache: tl.int64,
     table: tl.int64,
@@ -204,10 +199,7 @@ def publish_kernel(
             )
 
 
-WAIT = ("memory", "state", "slot_offset", "report", "limit_ns")
-
-
-@triton.jit(do_not_specialize=WAIT)
+@integer_kernel
 def wait_kernel(
     memory: tl.int64,
     state: tl.int64,
@@ -234,12 +226,7 @@ def scale_run(plane, out, begin, rows, scale, WIDTH: tl.constexpr, ROWS: tl.cons
     tl.store(pointer(out, OUT) + first + element, scaled(raw, scale, OUT), mask=kept)
 
 
-SCALE = (
-    "memory", "state", "slot_offset", "report", "limit_ns", "chunk", "map_stride", "scale", "kv_c_out", "k_pe_out",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SCALE)
+@integer_kernel
 def scale_kernel(
     memory: tl.int64,
     state: tl.int64,

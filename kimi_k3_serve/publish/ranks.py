@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kimi_k3_serve.publish.chunks import TILE_ROWS, DeviceChunk
-from kimi_k3_serve.publish.launch import Launch
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.symmetric.deadline import Deadline, RendezvousTimeout
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.symmetric.shared import fence
+from kimi_k3_serve.triton_launch import Launch
 
 TILE_BYTES = 8 << 10
 """Latent bytes of a program's tile: with 128 threads, four 16-byte loads each before the first store. Twice as many
