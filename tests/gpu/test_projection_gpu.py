@@ -65,6 +65,36 @@ def primed(world_size: int) -> list[PeerGather]:
     return ranks
 
 
+LATE = """
+import torch
+from test_projection_gpu import primed
+source = primed(2)[0]
+source.deadline.limit_s = 0.2
+row = torch.zeros(1, source.geometry.units * 4, dtype=torch.bfloat16, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    source.merged(row)
+graph.replay()
+try:
+    torch.cuda.synchronize()
+except Exception as error:
+    print("CUDA error:", type(error).__name__)
+try:
+    source.deadline.check()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    """In a graph's replay; in a process of its own, since the lost rendezvous costs the CUDA context."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
+    )
+    assert "CUDA error:" in done.stdout, done.stderr[-2000:]
+    assert "rank 0: rank 1 did not come to gather 1 of a projection's row within 0.2 s" in done.stdout
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_of_one_gpu_hold_the_logical_rows(world_size: int) -> None:
     ranks = primed(world_size)
