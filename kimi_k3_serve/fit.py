@@ -32,6 +32,8 @@ BACKEND_SM = {
 }
 OWNERS = ("PEER_FLASH_ATTN_MLA", "PEER_FLASHMLA", "PEER_TRITON_MLA", "B12X_MLA")
 """Backends that arrange their own decode collectives and read no --dcp-comm-backend."""
+PLAIN_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""KV cache types of one scale a tensor; fp8_ds_mla has scales a row and BF16 prefill queries."""
 
 
 def weights_gb(profile: Profile, topology: Topology) -> float:
@@ -109,7 +111,13 @@ def attention(profile: Profile, topology: Topology, flags: Mapping[str, Any]) ->
                 "TRITON_MLA rounds its LSE to BF16, which shifts a rank's weight by up to 3%;"
                 " use --attention-backend PEER_TRITON_MLA"
             )
-    if str(flags.get("kv-cache-dtype", "")).startswith("fp8"):
+    cache = str(flags.get("kv-cache-dtype", ""))
+    if cache in PLAIN_FP8 and sm.partition(".")[0] != "10":
+        yield (
+            f"a plain fp8 KV cache of Kimi-K3 requires fp8 prefill queries, which vLLM 0.32.0 computes on SM 10 alone,"
+            f" not on SM {sm}; use --kv-cache-dtype auto"
+        )
+    elif cache.startswith("fp8"):
         try:
             config = json.loads(flags.get("attention-config", "{}"))
         except (TypeError, json.JSONDecodeError):

@@ -72,7 +72,8 @@ def test_weights_of_a_gpu_by_hand() -> None:
             ("--attention-config", "{}"),
             "fp8 prefill query.*use_prefill_query_quantization and",
         ),
-        ("h200-8x2", "tp8", ("--kv-cache-dtype", "fp8_e4m3"), "mla_prefill_backend"),
+        ("h200-8x2", "tp8", ("--kv-cache-dtype", "fp8_e4m3"), "SM 10 alone, not on SM 9.0.*dtype auto"),
+        ("rtx6000-16", "tp16", ("--kv-cache-dtype", "fp8"), "SM 10 alone, not on SM 12.0"),
         ("b300-8", "tp8", ("--attention-config", "x"), "not JSON"),
         ("gb200-4x4", "tp16", ("node", "4"), "node 4 does not exist"),
         ("gb200-4x4", "tp16", ("head", ""), "--head ADDRESS"),
@@ -91,7 +92,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(
 
 
 def test_fp8_with_its_query_quantised_passes() -> None:
-    plan("h200-8x2", "tp8", "--kv-cache-dtype", "fp8", "--attention-config", FP8)
+    plan("b300-8", "tp8", "--kv-cache-dtype", "fp8", "--attention-config", FP8)
 
 
 def test_dcp_without_a_collective_backend_is_refused() -> None:
