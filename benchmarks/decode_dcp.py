@@ -11,7 +11,7 @@ float64 first; one that is wrong is timed but is no rival, and the steps of a wr
 
     gather   nccl         all-gather of the queries, then heads made rank-major
              vllm         the same by vLLM's group, as its MLADCPManager calls it without multicast
-             peer         one Triton launch (kimi_k3_serve.attention.peer_kernels)
+             peer         one Triton launch (kimi_k3_serve.attention.peer_gather)
     both     vllm+ag_rs   and: all-gather of LSEs, correction, reduce-scatter   (vLLM's cp_lse_ag_out_rs)
              vllm+a2a     and: pack, all-to-all over NCCL, merge                (vLLM's dcp_a2a_lse_reduce)
              vllm+direct  and: vLLM's direct all-to-all over peer memory, its default inside one node
@@ -19,9 +19,7 @@ float64 first; one that is wrong is timed but is no rival, and the steps of a wr
 
 Bars: at batch 1 to 8 the peer gather at least 2x faster than vLLM's, gather and merge at least 1.4x faster than the
 fastest right stock way; at every batch never slower. Exit status 1 where one is missed. The stock ways need vLLM, with
-this project's cures (kimi_k3_serve/attention/cures.py); without it they are left out and no bar is judged. A gather
-alone is timed with unchanging inputs: the protocol wants a merge between two gathers only so that new data cannot
-overtake old.
+this project's cures (kimi_k3_serve/attention/cures.py); without it they are left out and no bar is judged.
 """
 
 import argparse
@@ -231,7 +229,6 @@ def ways(
     for name, call in calls.items():
         truth = queries if name.startswith("gather") else merged
         error = largest(call().double() - truth.double(), group)
-        peer_both()  # between two gathers stands a merge
         found[name] = (call, error, steps if name.endswith("ag_rs") else [])
     return found
 

@@ -3,7 +3,7 @@
 
 `PeerDecode` in front of one of vLLM's implementations makes it an owner (`ownership.py`): it gathers the rank-local
 queries, lets the wrapped kernel attend over this rank's shard, and merges the partial outputs, over peer symmetric
-memory and without multicast (`peer_kernels.py` has the protocol). The wrapped kernel's LSE is taken in whatever
+memory and without multicast (`peer_gather.py`, `peer_merge.py`). The wrapped kernel's LSE is taken in whatever
 strides it comes. The exchange holds a bounded number of tokens; a larger batch, and a machine whose GPUs cannot
 reach each other, take vLLM's collectives over NCCL, and the log says why.
 

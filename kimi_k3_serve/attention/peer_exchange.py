@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
-from kimi_k3_serve.attention import peer_kernels
+from kimi_k3_serve.attention import peer_gather, peer_merge
 from kimi_k3_serve.symmetric.deadline import Deadline
 from kimi_k3_serve.symmetric.region import Region, addresses, view
 from kimi_k3_serve.triton_launch import Launch
 
 ALIGNMENT = 128
 TIMEOUT = "KIMI_K3_PEER_DECODE_TIMEOUT_S"
-BLOCKS = 128  # upper bound of a grid: small blocks, all resident at once on any data-centre GPU
-ROWS = 8  # heads a block moves at a time when there are many
-FLAG_BYTES = peer_kernels.FLAG_BYTES.value
+BLOCKS = 128  # upper bound of a merge's grid: small blocks, all resident at once on any data-centre GPU
+ROWS = 8  # heads a block merges at a time when there are many
+UNIT = 16  # bytes of a query that move as one
+UNITS = 128  # of them a block gathers, one a thread
+FLAG_BYTES = peer_merge.FLAG_BYTES.value
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,24 @@ class Geometry:
     max_tokens: int
     ubatches: int = 1
 
+    @property
+    def query_units(self) -> tuple[int, int]:
+        """Units of 16 bytes of the two parts of a head's query."""
+        size = self.query_dtype.itemsize
+        return self.latent * size // UNIT, self.rope * size // UNIT
+
+    @property
+    def gather_blocks(self) -> int:
+        """Of the largest gather."""
+        return -(-self.max_tokens * self.heads * sum(self.query_units) // UNITS)
+
     def layout(self, world_size: int) -> dict[str, tuple[int, int]]:
         """Name -> (byte offset, bytes) of each part of one ubatch's region."""
         rows = self.max_tokens * self.heads * world_size
+        others = self.max_tokens * self.heads * (world_size - 1)
         sizes = {
-            "gather_flags": BLOCKS * FLAG_BYTES,
+            "slots": 2 * others * sum(self.query_units) * UNIT,
             "merge_flags": BLOCKS * FLAG_BYTES,
-            "query": rows * (self.latent + self.rope) * self.query_dtype.itemsize,
             "received": 2 * rows * self.latent * self.output_dtype.itemsize,
             "received_lse": 2 * rows * 4,
         }
@@ -53,13 +67,13 @@ class Geometry:
         return parts
 
     def nbytes(self, world_size: int) -> int:
-        """Symmetric memory a rank needs: its ubatches' parts, and behind them every rank's address, and the states."""
-        tables = 8 * (world_size + 4 * self.ubatches)
+        """Symmetric memory a rank needs: its ubatches' parts, and behind them states, all ranks' addresses, epochs."""
+        tables = 8 * (world_size + (2 + self.gather_blocks) * self.ubatches)
         return self.ubatches * self.layout(world_size)["end"][0] + tables
 
 
 class PeerExchange:
-    """One rank's side. Every rank makes the same calls in the same order; see `peer_kernels` for the protocol.
+    """One rank's side. Every rank makes the same calls in the same order (`peer_gather.py`, `peer_merge.py`).
 
     Addresses and states lie in the region too: at level 2 vLLM's sleep mode discards what a model's layers
     allocate otherwise.
@@ -70,7 +84,7 @@ class PeerExchange:
     ) -> None:
         """Args:
         region: zeroed symmetric memory of at least `geometry.nbytes(W)` bytes a rank.
-        blocks: grid of a launch, at most BLOCKS; equal on all ranks.
+        blocks: grid of a merge, at most BLOCKS; equal on all ranks.
         timeout_s: how long a launch waits for the others; 0: for ever.
         """
         self.region, self.geometry = region, geometry
@@ -82,15 +96,28 @@ class PeerExchange:
             raise ValueError(f"region of {own.numel()} bytes; {geometry.nbytes(self.world_size)} are needed")
         if self.world_size > FLAG_BYTES // 8:
             raise ValueError(f"{self.world_size} ranks; the flags of a block hold {FLAG_BYTES // 8}")
+        if any(width * geometry.query_dtype.itemsize % UNIT for width in (geometry.latent, geometry.rope)):
+            raise ValueError(
+                f"queries of {geometry.latent} + {geometry.rope} {geometry.query_dtype} values a head are not "
+                f"whole units of {UNIT} bytes"
+            )
         self.on_gpu = own.is_cuda
-        # [ubatch, gather or merge, (epoch, blocks that have signalled)]
-        place, shape = geometry.ubatches * self.parts["end"][0], (geometry.ubatches, 2, 2)
-        self.state = view(own, place, shape, torch.int64)
-        self.bases = view(own, place + self.state.nbytes, (self.world_size,), torch.int64)
+        place = geometry.ubatches * self.parts["end"][0]
+        # [ubatch, (epoch, blocks that have signalled)] of the merges
+        self.state = view(own, place, (geometry.ubatches, 2), torch.int64)
+        place += self.state.nbytes
+        self.bases = view(own, place, (self.world_size,), torch.int64)
         self.bases.copy_(torch.tensor(addresses(region), dtype=torch.int64, device="cpu"))
+        place += self.bases.nbytes
+        # of each block's gathers
+        self.epochs = view(own, place, (geometry.ubatches, geometry.gather_blocks), torch.int64)
         self.deadline = Deadline(timeout_s, self.late, on_gpu=self.on_gpu)
-        self.launches: dict[tuple[Any, ...], Launch] = {}
-        self.gathered: dict[tuple[int, int], torch.Tensor] = {}
+        nope, rope = geometry.query_units
+        constants = {"NOPE": nope, "ROPE": rope, "UNITS": UNITS, "RANK": self.rank, "W": self.world_size}
+        self.gathering = Launch(
+            peer_gather.gather_query, constants | {"PTX": self.on_gpu}, num_warps=UNITS // 32
+        )
+        self.mergers: dict[tuple[Any, ...], Launch] = {}
 
     def offset(self, part: str, ubatch: int) -> int:
         return ubatch * self.parts["end"][0] + self.parts[part][0]
@@ -103,36 +130,32 @@ class PeerExchange:
                 contiguous; others are copied first.
 
         Returns:
-            [B, W * H, latent + rope] in symmetric memory, rank-major heads; holds until the next gather.
+            [B, W * H, latent + rope], rank-major heads; a new tensor.
 
         Raises:
             RendezvousTimeout: a rank did not come to an earlier call.
         """
-        g, tokens = self.geometry, nope.shape[0]
+        g, tokens, world = self.geometry, nope.shape[0], self.world_size
         self.check(nope, (tokens, g.heads, g.latent), g.query_dtype)
         self.check(rope, (tokens, g.heads, g.rope), g.query_dtype)
         nope, rope = aligned(nope), aligned(rope)
-        grid, rows = self.grid(tokens)
-        launch = self.launches.get((rows,)) or self.gathering(rows)
-        launch(
-            grid,
+        query = torch.empty(
+            tokens, world * g.heads, g.latent + g.rope, dtype=g.query_dtype, device=nope.device
+        )
+        self.gathering(
+            -(-tokens * g.heads * sum(g.query_units) // UNITS),
             *self.rows_of(nope),
             *self.rows_of(rope),
+            query.data_ptr(),
             self.bases.data_ptr(),
-            self.offset("gather_flags", ubatch),
-            self.offset("query", ubatch),
-            self.state.data_ptr() + ubatch * 32,
+            self.offset("slots", ubatch),
+            self.epochs.data_ptr() + ubatch * self.epochs.stride(0) * 8,
             *self.deadline.arguments(),
             tokens,
             g.heads,
+            g.max_tokens,
         )
-        gathered = self.gathered.get((tokens, ubatch))
-        if gathered is None:
-            shape = (tokens, self.world_size * g.heads, g.latent + g.rope)
-            own = self.region.peers[self.rank]
-            gathered = view(own, self.offset("query", ubatch), shape, g.query_dtype)
-            self.gathered[tokens, ubatch] = gathered
-        return gathered
+        return query
 
     def merge(
         self,
@@ -178,9 +201,9 @@ class PeerExchange:
             raise ValueError("empty shards need seq_lens [n] and query_start_loc [n + 1], both or neither")
         grid, rows = self.grid(tokens)
         # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
-        seqs = power_of_two(max(g.max_tokens, requests))
+        seqs = triton.next_power_of_2(max(g.max_tokens, requests))
         key = (rows, lse.dtype, base_e, masked, seqs)
-        launch = self.launches.get(key) or self.merging(*key)
+        launch = self.mergers.get(key) or self.merging(*key)
         launch(
             grid,
             *self.rows_of(partial),
@@ -194,7 +217,7 @@ class PeerExchange:
             self.offset("merge_flags", ubatch),
             self.offset("received", ubatch),
             self.offset("received_lse", ubatch),
-            self.state.data_ptr() + ubatch * 32 + 16,
+            self.state.data_ptr() + ubatch * 16,
             *self.deadline.arguments(),
             tokens,
             g.heads,
@@ -218,13 +241,6 @@ class PeerExchange:
             starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
             self.merge(partial, lse, lens, starts, base_e=base_e)
 
-    def gathering(self, rows: int) -> Launch:
-        g = self.geometry
-        constants = {"ELEMENT": element(g.query_dtype), "NOPE": g.latent, "ROPE": g.rope, "ROWS": rows}
-        launch = Launch(peer_kernels.gather_query, constants | self.group_constants(), num_warps=warps(rows))
-        self.launches[(rows,)] = launch
-        return launch
-
     def merging(self, rows: int, lse: torch.dtype, base_e: bool, masked: bool, seqs: int) -> Launch:
         g = self.geometry
         constants = {
@@ -235,16 +251,14 @@ class PeerExchange:
             "SEQS": seqs,
             "BASE_E": base_e,
             "MASK": masked,
+            "RANK": self.rank,
+            "W": self.world_size,
+            "LANES": triton.next_power_of_2(self.world_size),
+            "PTX": self.on_gpu,
         }
-        launch = Launch(
-            peer_kernels.merge_partials, constants | self.group_constants(), num_warps=warps(rows)
-        )
-        self.launches[rows, lse, base_e, masked, seqs] = launch
+        launch = Launch(peer_merge.merge_partials, constants, num_warps=warps(rows))
+        self.mergers[rows, lse, base_e, masked, seqs] = launch
         return launch
-
-    def group_constants(self) -> dict[str, Any]:
-        lanes = power_of_two(self.world_size)
-        return {"RANK": self.rank, "W": self.world_size, "LANES": lanes, "PTX": self.on_gpu}
 
     def rows_of(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """Address of an aligned tensor [B, H, D], and its token and head strides in units of 16 bytes."""
@@ -260,9 +274,9 @@ class PeerExchange:
         )
 
     def grid(self, tokens: int) -> tuple[int, int]:
-        """Blocks of a launch, and rows a block moves at a time: the same on every rank."""
+        """Blocks of a merge, and rows a block merges at a time: the same on every rank."""
         total = tokens * self.geometry.heads
-        rows = min(ROWS, power_of_two(math.ceil(total / self.blocks)))
+        rows = min(ROWS, triton.next_power_of_2(math.ceil(total / self.blocks)))
         return min(self.blocks, -(-total // rows)), rows
 
     def check(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -273,11 +287,6 @@ class PeerExchange:
             )
         if not 0 < shape[0] <= self.geometry.max_tokens:
             raise ValueError(f"{shape[0]} tokens; this exchange holds 1 to {self.geometry.max_tokens}")
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number` (at least 1)."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def warps(rows: int) -> int:

@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kimi_k3_serve.attention import peer_kernels as kernels
-from kimi_k3_serve.attention.peer_exchange import warps
+from kimi_k3_serve.attention import peer_gather, peer_merge
+from kimi_k3_serve.attention.peer_exchange import UNITS, warps
 
 
 def ptx(kernel: Any, constants: dict[str, object], arch: int, warps: int) -> dict[str, int]:
@@ -31,6 +31,8 @@ def ptx(kernel: Any, constants: dict[str, object], arch: int, warps: int) -> dic
         "signals": len(re.findall(r"fence\.acq_rel\.sys;\s+st\.relaxed\.sys\.global\.b64", text)),
         "fences": len(re.findall(r"\b(?:fence|membar)\.|\batom\.[a-z.]*\.(?:release|acq_rel)", text)),
         "acquire_sys": len(re.findall(r"(?:ld|atom)\.global\.sys\.acquire", text)),
+        "relaxed_stores": text.count("st.relaxed.sys.global.v2.b64"),
+        "relaxed_loads": text.count("ld.relaxed.sys.global.v2.b64"),
         "multimem": text.count("multimem"),
         "shared_bytes": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),
@@ -39,8 +41,9 @@ def ptx(kernel: Any, constants: dict[str, object], arch: int, warps: int) -> dic
 
 if __name__ == "__main__":
     arch, world, rows = map(int, sys.argv[1:])
-    group = {"RANK": 1, "W": world, "LANES": world, "PTX": True}
-    shape = {"ELEMENT": tl.bfloat16, "ROWS": rows} | group
-    print(json.dumps(ptx(kernels.gather_query, shape | {"NOPE": 512, "ROPE": 64}, arch, warps(rows))))
-    merge = {"LSE": tl.float32, "VALUE": 512, "SEQS": 512, "BASE_E": True, "MASK": True}
-    print(json.dumps(ptx(kernels.merge_partials, shape | merge, arch, warps(rows))))
+    group = {"RANK": 1, "W": world, "PTX": True}
+    gather = {"NOPE": 64, "ROPE": 8, "UNITS": UNITS} | group
+    print(json.dumps(ptx(peer_gather.gather_query, gather, arch, UNITS // 32)))
+    merge = {"ELEMENT": tl.bfloat16, "LSE": tl.float32, "VALUE": 512, "ROWS": rows, "LANES": world} | group
+    merge |= {"SEQS": 512, "BASE_E": True, "MASK": True}
+    print(json.dumps(ptx(peer_merge.merge_partials, merge, arch, warps(rows))))

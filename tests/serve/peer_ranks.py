@@ -39,10 +39,9 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
             if world_size == 2:
                 exchange.load(base_e=True)
                 rows = {exchange.grid(tokens)[1] for tokens in range(1, 7)}
-                assert {key[0] for key in exchange.launches} == rows and len(exchange.launches) == 2 * len(
-                    rows
-                )
+                assert {key[0] for key in exchange.mergers} == rows and len(exchange.mergers) == len(rows)
             check(exchange, dtype)
+            check_gathers_alone(exchange, dtype)
         if world_size > 1:
             check_that_a_missing_rank_is_named(exchange)
     except BaseException:
@@ -96,19 +95,42 @@ def check(exchange: PeerExchange, dtype: torch.dtype) -> None:
     assert torch.equal(merged[5], torch.zeros(HEADS, LATENT, dtype=dtype))
 
 
+def check_gathers_alone(exchange: PeerExchange, dtype: torch.dtype) -> None:
+    """In a row, without a merge between: ever other blocks, one rank late; and a word that would read as absent."""
+    rank, world = exchange.rank, exchange.world_size
+    own = slice(rank * HEADS, (rank + 1) * HEADS)
+    late = torch.Generator().manual_seed(5)
+    for step, tokens in enumerate((6, 1, 6, 6, 3, 1, 1, 6) if world < 8 else (3, 1, 3)):
+        generator = torch.Generator().manual_seed(100 + step)
+        queries = torch.randn(tokens, world * HEADS, LATENT + ROPE, generator=generator).to(dtype)
+        words = queries.view(torch.int64)
+        words[0, ::2, 1] = -1
+        if int(torch.randint(world, (), generator=late)) == rank:
+            time.sleep(0.02)
+        gathered = exchange.gather(*queries[:, own].split([LATENT, ROPE], dim=-1))
+        lost = words == -1
+        assert torch.equal(gathered.view(torch.int64)[~lost], words[~lost])
+        assert gathered.view(torch.int64)[lost].view(dtype).isnan().all()
+    dist.barrier()
+    offset, size = exchange.parts["slots"]
+    assert not exchange.region.peers[rank][offset : offset + size].any()
+    dist.barrier()
+
+
 def check_that_a_missing_rank_is_named(exchange: PeerExchange) -> None:
-    """Only rank 0 comes: it stops waiting, and its next call says whom it missed first."""
+    """Only rank 0 comes: it stops waiting, and its next call says whom it missed (here, without a trap, last)."""
     exchange.deadline.limit_s = 0.01
     query = torch.zeros(1, HEADS, LATENT + ROPE, dtype=exchange.geometry.query_dtype).split(
         [LATENT, ROPE], -1
     )
     if exchange.rank == 0:
-        epoch = int(exchange.state[0, 0, 0]) + 1
+        epoch = int(exchange.epochs[0, 0]) + 1
         exchange.gather(*query)
         try:
             exchange.gather(*query)
         except RendezvousTimeout as late:
-            assert f"rank 0: rank 1 did not come to query gather {epoch} of ubatch 0" in str(late), late
+            last = exchange.world_size - 1
+            assert f"rank 0: rank {last} did not come to query gather {epoch} of ubatch 0" in str(late), late
         else:
             raise AssertionError("nobody was missed")
     dist.barrier()

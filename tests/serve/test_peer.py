@@ -77,16 +77,18 @@ def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int, rows: int
         check=True,
     )
     gather, merge = (json.loads(line) for line in done.stdout.splitlines())
-    for kernel, wide in ((gather, world_size), (merge, world_size)):
-        assert kernel["wide_stores"] >= wide * (4 if rows > 1 else 1)
-        assert (
-            kernel["signals"] == 1 and kernel["fences"] == 2
-        )  # however many ranks; the other one ends a kernel
-        assert kernel["acquire_sys"] == 2  # all flags at once: before the loop and in it
+    for kernel in (gather, merge):
         assert kernel["multimem"] == 0
         assert kernel["shared_bytes"] <= 1024  # small blocks: a whole grid is resident at once
         assert kernel["narrow_stores"] == kernel["narrow_loads"] == 0
+    # One unit a thread: to each peer, from each into the query of this rank, and zeroes where those have come.
+    assert gather["relaxed_stores"] == gather["relaxed_loads"] == world_size - 1
+    assert gather["wide_stores"] == 2 * world_size - 1 and gather["wide_loads"] == 1
+    assert gather["signals"] == gather["acquire_sys"] == 0
+    assert merge["wide_stores"] >= world_size * (4 if rows > 1 else 1)
     assert merge["wide_loads"] >= 2 * world_size - 1
+    assert merge["signals"] == 1 and merge["fences"] == 2  # however many ranks; the other one ends a kernel
+    assert merge["acquire_sys"] == 2  # all flags at once: before the loop and in it
 
 
 @pytest.mark.parametrize("base_e", [True, False])
@@ -155,7 +157,7 @@ def test_a_timeout_names_rank_step_and_epoch() -> None:
     geometry = Geometry(2, 32, 8, torch.float32, torch.float32, max_tokens=4, ubatches=2)
     exchange = PeerExchange(Region.group(4, geometry.nbytes(4))[1], geometry, timeout_s=5)
     block = 3 * FLAG_BYTES
-    for part, step in (("gather_flags", "query gather"), ("merge_flags", "merge")):
+    for part, step in (("slots", "query gather"), ("merge_flags", "merge")):
         exchange.deadline.reported[:] = [2 + 1, 6, 7, exchange.offset(part, 1) + block]
         with pytest.raises(RendezvousTimeout) as late:
             exchange.gather(torch.zeros(1, 2, 32), torch.zeros(1, 2, 8))

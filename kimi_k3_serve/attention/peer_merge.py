@@ -1,36 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query gather and LSE-weighted merge over peer memory: two Triton kernels, one launch each way.
+"""The LSE-weighted merge of partial attention over peer memory: one Triton launch, whose blocks meet by flags.
 
-Protocol
---------
-W ranks call the same kernels in the same order with the same token count, so block b of a launch does the same
-rows on every rank. A launch is a rendezvous, block by block:
+W ranks launch it in the same order with the same token count, so block b does the same rows on every rank:
 
-1. **push**    block b stores its rows into the other ranks' regions, through peer pointers;
+1. **push**    block b stores its partial outputs and LSEs into the rank that owns those heads, through peer pointers;
 2. **signal**  it stores the launch's epoch into flag [b, rank] of every rank: `release`, system scope, after a block
                barrier, so whoever sees the epoch sees the rows of all threads of the block;
 3. **wait**    it polls its own region's flags [b, 0..W-1] with `acquire` until each holds at least this epoch;
-4. **use**     what it waited for: the merge reads the others' partials of its rows, and its own where the attention
-               kernel wrote them; the gather has nothing to do, its consumer is the next kernel on the stream, which
-               starts when every block has waited.
+4. **use**     it merges the others' partials of its rows with its own, read where the attention kernel wrote them.
 
 The last block to signal writes the epoch (64 bits, device memory): by then every block has read it, and the wait hides
-what the counting costs. No host state advances, so a CUDA graph replays it.
-
-Why a buffer is never overwritten while it is read:
-
-- *merge*: two slots, by the epoch's parity. Epoch e+2 is pushed only after this rank's launch e+1 has ended, hence
-  after every other rank has begun e+1, hence after it has ended e (stream order), which read the slot.
-- *gathered query*: one buffer, for a captured attention kernel reads a fixed address. The next gather is pushed only
-  after this rank's merge has ended, hence after every other rank has begun its merge, hence after its attention has
-  read the buffer. A gather must therefore be followed by a merge, or by any collective of the same ranks, before the
-  next gather. Each (ubatch) has its own buffers, flags and epochs.
-
+what the counting costs. Two slots, by the epoch's parity: epoch e+2 is pushed only after this rank's launch e+1 has
+ended, hence after every other rank has begun e+1, hence after it has ended e (stream order), which read the slot.
 Every block of a launch must become resident while the others spin: the grid is bounded (`BLOCKS`), one wave of small
-blocks. A wait may have a limit (`await_signals`). Nothing here needs multicast.
+blocks.
 
-Every argument is an integer, memory is passed by address, strides in units of 16 bytes: the host has nothing to find
-out at a launch (`triton_launch.py`), and no number of a batch compiles a kernel while other ranks spin.
+Each ubatch has its own slots, flags and epochs; no host state advances, so a CUDA graph replays it. A wait may have a
+limit (`await_signals`). Every argument is an integer, as in `peer_gather.py`.
 """
 
 import triton
@@ -59,63 +45,6 @@ def rendezvous(
         pointer(tl.load(peers + RANK) + place, tl.int64), epoch, report, limit_ns, place, W, LANES, PTX
     )
     tl.debug_barrier()
-
-
-@integer_kernel
-def gather_query(
-    nope: tl.int64,
-    nope_stride_token: tl.int64,
-    nope_stride_head: tl.int64,
-    rope: tl.int64,
-    rope_stride_token: tl.int64,
-    rope_stride_head: tl.int64,
-    peers: tl.int64,
-    flags: tl.int64,
-    query: tl.int64,
-    state: tl.int64,
-    report: tl.int64,
-    limit_ns: tl.int64,
-    tokens: tl.int32,
-    heads: tl.int32,
-    ELEMENT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Concatenate [B, H, NOPE] and [B, H, ROPE] into every rank's [B, W * H, NOPE + ROPE], this rank's heads.
-
-    Args:
-        nope, rope: addresses; strides in units of 16 bytes.
-        peers: [W] int64, where each rank's region begins; flags and query are byte offsets into it.
-        state: [2] int64 of this rank: epoch, blocks that have signalled.
-        report, limit_ns: see `await_signals`.
-    """
-    each: tl.constexpr = 128 // ELEMENT.primitive_bitwidth  # elements in 16 bytes
-    regions = pointer(peers, tl.int64)
-    counters = pointer(state, tl.int64)
-    epoch = tl.load(counters) + 1
-    columns = tl.arange(0, NOPE)[None, :]
-    rope_columns = tl.arange(0, ROPE)[None, :]
-    for tile in range(tl.program_id(0), tl.cdiv(tokens * heads, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        valid = (row < tokens * heads)[:, None]
-        token = (row // heads).to(tl.int64)
-        head = row % heads
-        source = (token * nope_stride_token + head * nope_stride_head)[:, None] * each
-        latent = tl.load(pointer(nope, ELEMENT) + source + columns, mask=valid)
-        source = (token * rope_stride_token + head * rope_stride_head)[:, None] * each
-        rotated = tl.load(pointer(rope, ELEMENT) + source + rope_columns, mask=valid)
-        target = ((token * W + RANK) * heads + head)[:, None] * (NOPE + ROPE)
-        for step in tl.static_range(W):
-            # Other ranks first, each beginning with the next one: the links are what takes time.
-            gathered = pointer(tl.load(regions + (RANK + 1 + step) % W) + query, ELEMENT) + target
-            tl.store(gathered + columns, latent, mask=valid)
-            tl.store(gathered + NOPE + rope_columns, rotated, mask=valid)
-    rendezvous(regions, flags, counters, epoch, report, limit_ns, RANK, W, LANES, PTX)
 
 
 @triton.jit
@@ -179,6 +108,8 @@ def merge_partials(
     Args:
         partial, merged: addresses; strides of `partial` in units of 16 bytes, of `lse` in elements.
         received: [2, W, capacity, H, VALUE] and received_lse: [2, W, capacity, H], byte offsets into a region.
+        flags: a byte offset too.
+        state: [2] int64 of this rank: epoch, blocks that have signalled.
         The others are those of `gather_query`.
     """
     each: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
