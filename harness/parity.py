@@ -81,8 +81,8 @@ class Difference:
 
     `kind` is "logprob" (size: the largest difference in nats), "overlap" (size: the share of common tokens),
     "token" (size and margin: the margin in nats, None where a side does not list the other's token) or
-    "missing" (size: positions that are not there). A token difference is explained by its margin, missing positions
-    where most of the answer is there (each position is judged by itself); everything else fails.
+    "missing" (size: positions that are not there). Only token differences can be explained; everything else
+    fails.
     """
 
     pair: str
@@ -312,7 +312,7 @@ def _differences(
             "missing",
             float(missing),
             None,
-            explained=2 * missing < expected,
+            explained=False,
             text=f"{missing} of {expected} positions are missing",
         )
 

@@ -84,7 +84,7 @@ def client_note(summary: Mapping[str, Any]) -> str:
 
 
 def refused(summary: Mapping[str, Any]) -> bool:
-    """Whether the arms do not compute the same, so that there is no headline."""
+    """Whether the arms were not shown to compute the same, so that there is no headline."""
     return summary["parity"] is not None and not summary["parity"]["ok"]
 
 

@@ -29,7 +29,7 @@ def findings(summary: Summary) -> list[Finding]:
     parity = summary["parity"]
     if parity is not None and not parity["ok"]:
         refusal = parity.get("refusal") or "the arms' answers differ"
-        text = f"**{refusal}** Nothing below is a result of this pair: its arms do not compute the same."
+        text = f"**{refusal}** Nothing below is a result of this pair: that its arms compute the same was not shown."
         return [Finding("No comparison", text, "bad")]
     if not _measured(summary):
         return [_trust(summary)]
@@ -292,14 +292,12 @@ def _trust(summary: Summary) -> Finding:
 
 def other_tokens(parity: Mapping[str, Any]) -> str:
     """Of a parity that passed: how often two sides chose different tokens, which is no failure."""
-    missing = sum(int(each["size"]) for each in parity["diverged"] if each.get("kind") == "missing")
-    n = sum(each.get("kind") != "missing" for each in parity["diverged"])
-    gaps = f"; {_count(missing, 'position')} not asked for" if missing else ""
+    n = len(parity["diverged"])
     if n == 0:
-        return f"no other token{gaps}"
+        return "no other token"
     if n == 1:
-        return f"1 other token, explained by its margin{gaps}"
-    return f"{n} other tokens, all explained by their margin{gaps}"
+        return "1 other token, explained by its margin"
+    return f"{n} other tokens, all explained by their margin"
 
 
 def _later(seconds: float) -> str:

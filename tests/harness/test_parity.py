@@ -175,17 +175,6 @@ def test_missing_positions_fail() -> None:
     assert "position 2, 3 of 5 positions are missing" in (parity.refusal() or "")
 
 
-def test_a_few_missing_positions_are_told() -> None:
-    """Each position is judged by itself: those that are there are most of the answer."""
-
-    def change(answers: dict[str, dict[str, Answer]]) -> None:
-        answers["dcp2"]["alone"]["p1"] = REFERENCE["p1"][:3]
-
-    parity = result(change)
-    assert parity.ok and parity.refusal() is None
-    assert {(difference.kind, difference.size) for difference in parity.diverged} == {("missing", 2.0)}
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_values_that_are_not_finite_fail_and_serialise(value: float) -> None:
     def change(answers: dict[str, dict[str, Answer]]) -> None:
