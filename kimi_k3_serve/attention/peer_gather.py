@@ -5,8 +5,8 @@ W ranks launch it in the same order with the same token count, so block b does t
 counts is latency, one way over the link. Every rank has two slots, in each a place for every other rank's heads.
 
 1. **push**     a block stores its units of 16 bytes into the other ranks' slots, inverted, each word of 8 bytes whole;
-2. **receive**  it reads the same units of its own slot until no word is zero, puts them, inverted back, where the
-                attention kernel reads them, and zeroes the slot.
+2. **receive**  it takes the same units from its own slot: reads them until no word is zero, zeroes them, and puts them,
+                inverted back, where the attention kernel reads them.
 
 Zero means "not there yet". Only a word of all ones would become zero: four NaNs in half precision, eight in FP8, which
 travel as other NaNs. A word is stored and read whole (relaxed, system scope), so there is no fence and no flag.
@@ -78,9 +78,11 @@ def push(address, low, high, valid, PTX: tl.constexpr):
 
 @triton.jit
 def receive(address, valid, source, epoch, place, report, limit_ns, PTX: tl.constexpr):
-    """Read two words until neither is zero. After `limit_ns` (0: never) report rank `source` and end the kernel.
+    """Take two words: read them until neither is zero, leave zeroes. After `limit_ns` (0: never) report rank `source`
+    and end the kernel.
 
-    The source's last epoch is the one before: without it this rank would not be here.
+    One thread does both: a word that another thread zeroed too early would keep this one waiting for ever. The source's
+    last epoch is the one before: without it this rank would not be here.
     """
     if PTX:
         low, high = tl.inline_asm_elementwise(
@@ -98,7 +100,7 @@ def receive(address, valid, source, epoch, place, report, limit_ns, PTX: tl.cons
                 ld.relaxed.sys.global.v2.b64 {low, high}, [$2];
                 setp.eq.s64 again, low, 0;
                 setp.eq.or.s64 again, high, 0, again;
-                @!again bra done;
+                @!again bra taken;
                 @!limited bra poll;
                 mov.u64 now, %globaltimer;
                 setp.eq.s64 again, begun, 0;
@@ -115,6 +117,9 @@ def receive(address, valid, source, epoch, place, report, limit_ns, PTX: tl.cons
                 st.global.b64 [$7], now;
                 fence.acq_rel.sys;
                 trap;
+            taken:
+                mov.b64 now, 0;
+                st.relaxed.sys.global.v2.b64 [$2], {now, now};
             done:
                 mov.b64 $0, low;
                 mov.b64 $1, high;
@@ -143,6 +148,9 @@ def receive(address, valid, source, epoch, place, report, limit_ns, PTX: tl.cons
             tl.store(words + 2, epoch)
             tl.store(words + 3, place)
             tl.store(words, source + 1)
+        else:
+            tl.store(word, tl.zeros_like(low), mask=valid)
+            tl.store(word + 1, tl.zeros_like(high), mask=valid)
     return low, high
 
 
@@ -205,7 +213,6 @@ def gather_query(
     store_unit(gathered + RANK * width, low, high, valid)
 
     own = tl.load(regions + RANK) + slot
-    absent = tl.zeros([UNITS], tl.int64)
     for step in tl.static_range(W - 1):
         source = (RANK + 1 + step) % W
         arrived = own + step * share
@@ -213,6 +220,5 @@ def gather_query(
             arrived, valid, tl.full((), source, tl.int64), epoch, slots, report, limit_ns, PTX
         )
         store_unit(gathered + source * width, ~low, ~high, valid)
-        store_unit(arrived, absent, absent, valid)
     tl.debug_barrier()  # every thread has read the counter
     tl.store(counter, epoch)
