@@ -31,7 +31,7 @@ from harness.prepare import ask_reference, make_checkpoint, sha256_of
 from harness.progress import display, tell_plan
 from harness.run_folder import RunFolder, number
 from harness.serving import HOST, longest_context, on_cpu
-from harness.sla import SOURCE_LIMITS_S, Limits
+from harness.sla import GIVEN, SOURCE_LIMITS_S, Limits
 from harness.steps import Steps
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, Position, measure
@@ -79,7 +79,7 @@ class Options:
         if self.limits_s == tuple(SOURCE_LIMITS_S.values()):
             return Limits(SOURCE_LIMITS_S, rule="the source's own")
         if self.limits_s:
-            return Limits.of(*self.limits_s, rule="given with --sla")
+            return Limits.of(*self.limits_s, rule=GIVEN)
         return Limits(SOURCE_LIMITS_S, rule="the source's own: the unloaded TTFT was not measured yet")
 
     def trace(self, seed: int, vocab_size: int, arrivals: str = "poisson") -> Trace:

@@ -22,7 +22,7 @@ from harness.options import parse_arm, parse_limits, parse_rates
 from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
 from harness.signals import on_ending
-from harness.sla import Limits, Rule
+from harness.sla import GIVEN, Limits, Rule
 from harness.store import RunStore, new_arm, new_manifest
 from harness.sweep import measure
 from harness.trace import Trace, load_trace
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name for name, _ in arms]
     if len(set(names)) < len(names):
         raise UserError(f"two arms share a name ({', '.join(names)}); give each its own")
-    rule = "the source's own" if arguments.sla == "15,25" else "given with --sla"
+    rule = "the source's own" if arguments.sla == "15,25" else GIVEN
     first_s, second_s = parse_limits(arguments.sla)
     rules = tuple(Rule.parse(text) for text in arguments.limit)
     limits = Limits(Limits.of(first_s, second_s, rule).applied, rule, rules)

@@ -23,7 +23,7 @@ from harness.engines.process import Engine
 from harness.engines.proof import Proof, read_proofs
 from harness.errors import UserError
 from harness.launches import flags_of
-from harness.sla import Limits
+from harness.sla import GIVEN, Limits
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest, write_bytes, write_json
 from harness.trace import Trace
@@ -77,6 +77,12 @@ class RunFolder:
         for fact in MUST_AGREE:
             if manifest.get(fact) != asked.get(fact):
                 raise UserError(f"{path} was begun with another {fact}; choose another --out")
+        begun = manifest["limits"]["applied"]
+        if limits.rule == GIVEN and begun != limits.applied:
+            raise UserError(
+                f"{path} was begun with the limits {','.join(f'{limit:g}' for limit in begun.values())} s;"
+                " resume it without --sla, or choose another --out"
+            )
         return cls(store, manifest)
 
     @property

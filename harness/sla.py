@@ -17,6 +17,9 @@ from harness.stats import supports
 SOURCE_LIMITS_S = {"15": 15.0, "25": 25.0}
 
 
+GIVEN = "given with --sla"
+
+
 @dataclass(frozen=True)
 class Limits:
     """The applied thresholds in seconds by source name, and in words where they come from."""

@@ -332,6 +332,8 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
     assert engines_of(out) == []
     assert main([*words, "--resume", "--seed", "9"]) == 2
     assert "was measured with another trace" in capsys.readouterr().err
+    assert main([*words, "--resume", "--sla", "1,3"]) == 2
+    assert "was begun with the limits 1,2 s; resume it without --sla" in capsys.readouterr().err
 
 
 def test_a_budget_that_holds_no_cell_is_planned_told_and_noted(
