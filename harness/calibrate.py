@@ -175,7 +175,7 @@ def gap_cv(gaps_s: Sequence[float]) -> float:
     return statistics.pstdev(gaps_s) / statistics.fmean(gaps_s)
 
 
-async def brief(trace: Trace, lowest_qps: float = BRIEF_QPS[1]) -> dict[str, Any]:
+async def brief(trace: Trace, lowest_qps: float) -> dict[str, Any]:
     """A few seconds before a sweep, with bodies as long as the trace's longest, at about its lowest rate."""
     slowest, fastest = BRIEF_QPS
     longest = max(request.prompt_tokens for request in trace.requests)

@@ -155,7 +155,7 @@ class DockerRun:
                 "Parity was not checked: there is no reference for a model of this size. Compare answers before speed."
             ],
         )
-        manifest |= {"gpus": gpu_facts(), "client_calibration": await brief(trace)}
+        manifest |= {"gpus": gpu_facts(), "client_calibration": await brief(trace, min(plan.rates))}
         self.store = store = RunStore.create(plan.out, manifest, trace)
         for arm in plan.arms:
             proof_dir = plan.proof_dir(arm)

@@ -185,7 +185,7 @@ class PairRun:
                 if not calibrated:
                     calibrated = True
                     with step("calibration"):
-                        point = await brief(trace)
+                        point = await brief(trace, min(manifest["rates"]))
                         self._run.keep_calibration(point)
                         self.steps.say(f"  {error_bar(point)}")
                 if not told:

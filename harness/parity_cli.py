@@ -7,6 +7,7 @@ in parity.json (`before`) and as a note of the report.
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the report that follows from the new verdict."""
+    if arguments.tolerance is not None and not 0 < arguments.tolerance < math.inf:
+        raise UserError(f"--tolerance is {arguments.tolerance:g}; give a positive number of nats")
     store = RunStore.open(arguments.dir)
     manifest = store.manifest
     before = manifest.get("parity")
@@ -40,8 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{store.path} holds no answers of two arms to judge; only `bench` keeps them")
     lengths = before.get("prompts") or _named(arguments.lengths)
     asked = [parity.Prompt(name, (0,) * length) for name, length in lengths.items()]
-    if any(prompt.id not in answer.alone for prompt in asked for answer in answers.values()):
-        raise UserError("--lengths names more prompts than were asked")
+    if any(answer.alone.keys() != lengths.keys() for answer in answers.values()):
+        raise UserError("these are not the prompts that were asked; name the length of each with --lengths")
     path = store.path / "parity" / "reference.json"
     reference = parity.parse_reference(json.loads(path.read_bytes())) if path.exists() else None
     tolerance = parity.Tolerance(arguments.tolerance or before["tolerance"]["logprob"])

@@ -112,7 +112,7 @@ class ResidentRun:
                 with step("baseline"):
                     await self._baseline(fleet)
             with step("calibration"):
-                point = await brief(trace)
+                point = await brief(trace, min(self._run.manifest["rates"]))
                 self._run.keep_calibration(point)
                 self.steps.say(f"  {error_bar(point)}")
             with step("sweep"):

@@ -97,7 +97,8 @@ class ResidentParity:
         asked, resident, run, fleet = self._asked, self._resident, self._run, self._fleet
         answering = asked.ask(fleet.targets[name])
         answers = await fleet.engines[name].guard(answering, "answering the parity prompts again")
-        other = next(arm for arm in self._answers if arm != name)
+        others = [arm for arm in self._answers if arm != name]
+        other = next((arm for arm in others if arm in fleet.engines), others[0])
         arms = {other: self._answers[other], name: answers}
         verdict = parity.compare(
             asked.prompts, asked.reference, arms, resident.tolerance, resident.parity_tokens

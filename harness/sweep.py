@@ -124,6 +124,8 @@ async def measure(
             facts[key.arm] = dict(await describe(target))
         tls = tls_context(target.ca_file)
         await wait_until_idle(target.base_url, tls, stop, IDLE_WAIT_S)
+        if stop.is_set():
+            return False
         was_reset = await reset_prefix_cache(target)
         async with Scraper(target.base_url, tls) as scraper:
             run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)

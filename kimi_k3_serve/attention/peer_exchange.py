@@ -295,9 +295,8 @@ def warps(rows: int) -> int:
 
 
 def element(dtype: torch.dtype) -> Any:
-    """A dtype's name in Triton; FP8 is only copied, as bytes."""
-    name = "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
-    return getattr(tl, name)
+    """A dtype in Triton."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

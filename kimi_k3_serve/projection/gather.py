@@ -29,8 +29,6 @@ from kimi_k3_serve.symmetric.deadline import limit_s
 
 logger = logging.getLogger("vllm.kimi_k3_serve.projection")
 
-logger = logging.getLogger("vllm.kimi_k3_serve.projection")
-
 SWITCH = "KIMI_K3_PROJECTION_GATHER"
 USE_B12X = "VLLM_USE_B12X_DCP_A2A"
 CHOICES = ("auto", "b12x", "peer", "collective")
@@ -307,6 +305,7 @@ def build_peer(
     group: Any, geometry: Geometry, device: torch.device, transports: Sequence[str]
 ) -> tuple[PeerGather | None, str]:
     """The gather over peer memory, or None and the reason. Collective."""
+    timeout_s = limit_s(TIMEOUT, DEFAULT_TIMEOUT_S)  # before others wait for what a bad value would stop
     found = connect(
         geometry.nbytes(group.world_size),
         group.device_group,
@@ -317,7 +316,6 @@ def build_peer(
     )
     if found.transport is None or found.region is None:
         return None, next(iter(found.reasons.values()))
-    timeout_s = limit_s(TIMEOUT, DEFAULT_TIMEOUT_S)
     peer = PeerGather(found.region, geometry, found.transport, timeout_s=timeout_s)
     peer.warm_up()
     return peer, ""

@@ -3,7 +3,7 @@
 
 auto        the first of multicast, peer, shared that every rank can use; else collective
 multicast, peer, shared   that one, or no start
-collective  all-gather of the cached bytes, then one indexed copy
+collective  all-gather of the cached bytes, between two launches that take rows out of the cache and put them in order
 stock       vLLM's own text, untouched
 """
 

@@ -125,16 +125,18 @@ def connect(
         )
     reasons: dict[str, str] = {}
     for name in among:
-        transport = TRANSPORTS[name]
-        objection = against or transport.objection(device, members)
+        transport, memory = TRANSPORTS[name], None  # what an earlier one had opened is given back
+        try:
+            objection = against or transport.objection(device, members)
+        except RuntimeError as error:
+            objection = one_line(error)
         if len(set(machines)) > 1 and not transport.machines:
             objection = objection or "the ranks are on different machines"
         region, reason = None, first_refusal(host_group, objection)
         if reason is None:
             memory, reason = attempt(host_group, functools.partial(transport.open, nbytes, device))
         if reason is None:
-            join = functools.partial(transport.join, memory, group, host_group)
-            region, reason = attempt(host_group, join)
+            region, reason = attempt(host_group, functools.partial(transport.join, memory, group, host_group))
         if reason is None:
             return Connection(name, region, reasons)
         reasons[name] = reason
@@ -147,9 +149,13 @@ def attempt(group: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         made = step()
     except (RuntimeError, OSError) as error:
-        failure = " ".join(str(error).split()) or type(error).__name__
+        failure = one_line(error)
     reason = first_refusal(group, failure)
     return (made, None) if reason is None else (None, reason)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def machine() -> str:

@@ -27,7 +27,7 @@ def test_the_error_is_reported_minus_true_ttft() -> None:
 
 async def test_a_brief_calibration_sends_the_traces_longest_body() -> None:
     trace = small_trace()
-    point = await calibrate.brief(trace)
+    point = await calibrate.brief(trace, 20.0)
     assert point["n"] == calibrate.LEAST_REQUESTS
     assert point["body_bytes"] == 7 * max(len(request.prompt) for request in trace.requests)
     assert 0 < point["error_ms"]["p50"] <= point["error_ms"]["p95"] <= point["error_ms"]["max"]

@@ -56,7 +56,11 @@ def test_judged_again_with_another_tolerance(run: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("words", "error"),
-    [([], "this run did not record its prompts' lengths"), (["--lengths", "40,50"], "names more prompts")],
+    [
+        ([], "this run did not record its prompts' lengths"),
+        (["--lengths", "40,50"], "not the prompts that were asked"),
+        (["--lengths", "40", "--tolerance", "0"], "give a positive number of nats"),
+    ],
 )
 def test_what_it_needs(words: list[str], error: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", str(run), *words]) == 2
