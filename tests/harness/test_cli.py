@@ -117,6 +117,7 @@ async def test_run_then_report(tmp_path: Path, trace_file: Path) -> None:
     assert (out / "table.md").read_text() in text
 
 
+@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_in_the_middle_of_a_cell_finishes_the_report(
     tmp_path: Path, trace_file: Path, number: signal.Signals

@@ -325,6 +325,7 @@ def test_a_run_without_cells_or_metrics_is_reported(tmp_path: Path) -> None:
     assert (tmp_path / "bare" / "plots" / "engine.png").exists()
 
 
+@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_waits_for_the_whole_report(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
