@@ -88,7 +88,7 @@ async def test_a_cell_that_begins_in_a_busy_engine_does_not_count(
     async with FakeServer(metrics=busy) as server:
         await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((50.0,)))
     (arm,) = build_summary(store.manifest, list(store.cells()))["arms"]
-    assert arm["cells"][0]["invalid_reasons"] == ["45 requests were in the engine before the cell began"]
+    assert "45 requests were in the engine before the cell began" in arm["cells"][0]["invalid_reasons"]
 
 
 async def test_a_refusing_server_ends_the_sweep_and_its_cell_is_kept(tmp_path: Path) -> None:
