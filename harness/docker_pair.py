@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.arms import Arm
-from harness.calibrate import brief
+from harness.calibrate import brief, keep
 from harness.engines import docker
 from harness.engines.endpoint import ask_model
 from harness.engines.in_image import let_in
@@ -155,7 +155,8 @@ class DockerRun:
                 "Parity was not checked: there is no reference for a model of this size. Compare answers before speed."
             ],
         )
-        manifest |= {"gpus": gpu_facts(), "client_calibration": await brief(trace, min(plan.rates))}
+        manifest |= {"gpus": gpu_facts()}
+        keep(manifest, await brief(trace, min(plan.rates)))
         self.store = store = RunStore.create(plan.out, manifest, trace)
         for arm in plan.arms:
             proof_dir = plan.proof_dir(arm)

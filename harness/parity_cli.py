@@ -18,6 +18,8 @@ from harness.options import parse_counts
 from harness.report import write_report
 from harness.store import RunStore, write_json
 
+AGAIN = "Parity was judged again"
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("parity", help="judge a run's kept parity answers again, without a server")
@@ -55,17 +57,13 @@ def run(arguments: argparse.Namespace) -> None:
     kept = {"before": before.get("before", before)}
     write_json(store.path / "parity.json", {**record, "prefills_beside": beside, **kept})
     note = (
-        f"Parity was judged again from the kept answers: {record['refusal'] or 'passed'}. The run's own verdict was:"
+        f"{AGAIN} from the kept answers: {record['refusal'] or 'passed'}. The run's own verdict was:"
         f" {kept['before']['refusal'] or 'passed'}."
     )
-    findings = [
-        text for text in manifest.get("findings", ()) if not text.startswith("Parity was judged again")
-    ]
-    manifest |= {"parity": {**record, **kept}, "findings": [*findings, note]}
-    manifest["notes"] = [
-        *(text for text in manifest["notes"] if not text.startswith("Parity was judged again")),
-        note,
-    ]
+    manifest["parity"] = {**record, **kept}
+    for texts in ("findings", "notes"):
+        others = [text for text in manifest.get(texts, ()) if not text.startswith(AGAIN)]
+        manifest[texts] = [*others, note]
     store.write_manifest(manifest)
     print(write_report(store), end="")
 

@@ -24,7 +24,7 @@ from kimi_k3_serve.projection.exchange import MAX_ROWS, TIMEOUT, Geometry, PeerG
 from kimi_k3_serve.projection.shard import local_widths, restore
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import connect
-from kimi_k3_serve.symmetric.agreement import everyone, first_refusal
+from kimi_k3_serve.symmetric.agreement import first_refusal, require_alike
 from kimi_k3_serve.symmetric.deadline import limit_s
 
 logger = logging.getLogger("vllm.kimi_k3_serve.projection")
@@ -279,13 +279,9 @@ def because(reasons: dict[str, str], value: str) -> str:
 
 def agreed_value(group: Any) -> str:
     """The switch's value, which must be the same on all ranks, as the rows of a product must be. Collective."""
-    settings = everyone(group.cpu_group, (asked(), product_rows()))
-    for name, values in zip((SWITCH, PRODUCT_ROWS), zip(*settings, strict=True), strict=True):
-        if len(set(values)) > 1:
-            raise ProjectionGatherError(
-                f"{name} differs between ranks: {list(values)}; set it alike for every worker"
-            )
-    return str(settings[0][0])
+    value = asked()
+    require_alike(group.cpu_group, {SWITCH: value, PRODUCT_ROWS: product_rows()}, ProjectionGatherError)
+    return value
 
 
 def b12x_refusal(device: torch.device, world_size: int, *, forced: bool) -> str | None:

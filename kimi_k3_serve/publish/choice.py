@@ -20,7 +20,7 @@ from kimi_k3_serve.publish import verify
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.publisher import PrefillKV, Publisher, objection
-from kimi_k3_serve.symmetric.agreement import everyone
+from kimi_k3_serve.symmetric.agreement import require_alike
 from kimi_k3_serve.symmetric.transport import PREFERENCE, Connection, connect
 
 SWITCH = "KIMI_K3_PREFILL_KV"
@@ -101,12 +101,7 @@ def select(
         PrefillKVError: the forced transport cannot work, or ranks were configured differently.
     """
     value, verified = asked(device.type), verify.asked()
-    settings = zip(*everyone(host_group, (value, verified)), strict=True)
-    for name, values in zip((SWITCH, verify.SWITCH), settings, strict=True):
-        if len(set(values)) > 1:
-            raise PrefillKVError(
-                f"{name} differs between ranks: {list(values)}; set it alike for every worker"
-            )
+    require_alike(host_group, {SWITCH: value, verify.SWITCH: verified}, PrefillKVError)
 
     dtype = model_dtype if cache_dtype == "auto" else CACHE_DTYPES.get(cache_dtype)
     scaled = dtype == torch.float8_e4m3fn

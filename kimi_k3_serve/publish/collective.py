@@ -91,7 +91,7 @@ class Collective:
         key = ("pack", word, cache.shape, cache.stride())
         rows = tile_rows(packed.shape[1])
         if (launch := self.launches.get(key)) is None:
-            from triton import language
+            from triton import language, next_power_of_2
 
             from kimi_k3_serve.publish import collective_kernel as kernel
 
@@ -101,7 +101,7 @@ class Collective:
                 "BLOCK_STRIDE": cache.stride(0) * item // word,
                 "ROW_STRIDE": cache.stride(1) * item // word,
                 "WIDTH": width,
-                "PADDED": power_of_two(width),
+                "PADDED": next_power_of_2(width),
                 "WORD": getattr(language, f"int{8 * word}"),
                 "ROWS": rows,
             }
@@ -129,7 +129,7 @@ class Collective:
         rows = tile_rows(gathered.shape[1])
         key = ("unpack", parts, None if scale is None else out)
         if (launch := self.launches.get(key)) is None:
-            from triton import language
+            from triton import language, next_power_of_2
 
             from kimi_k3_serve.publish import collective_kernel as kernel
 
@@ -139,8 +139,8 @@ class Collective:
             constants = {
                 "LATENT": widths[0],
                 "ROPE": widths[1],
-                "LATENT_PADDED": power_of_two(widths[0]),
-                "ROPE_PADDED": power_of_two(widths[1]),
+                "LATENT_PADDED": next_power_of_2(widths[0]),
+                "ROPE_PADDED": next_power_of_2(widths[1]),
                 "WORD": whole if scale is None else language.uint8,
                 "OUT": whole if scale is None else getattr(language, str(out).removeprefix("torch.")),
                 "SCALED": scale is not None,
@@ -184,8 +184,3 @@ def word_bytes(cache: torch.Tensor, latent_bytes: int) -> int:
 def tile_rows(row_bytes: int) -> int:
     """Rows of a program's tile, a power of two."""
     return 1 << max(0, (TILE_BYTES // row_bytes).bit_length() - 1)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

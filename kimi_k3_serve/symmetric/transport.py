@@ -126,10 +126,8 @@ def connect(
     reasons: dict[str, str] = {}
     for name in among:
         transport, memory = TRANSPORTS[name], None  # what an earlier one had opened is given back
-        try:
-            objection = against or transport.objection(device, members)
-        except RuntimeError as error:
-            objection = one_line(error)
+        known, failure = outcome(functools.partial(transport.objection, device, members))
+        objection = against or failure or known
         if len(set(machines)) > 1 and not transport.machines:
             objection = objection or "the ranks are on different machines"
         region, reason = None, first_refusal(host_group, objection)
@@ -145,17 +143,17 @@ def connect(
 
 def attempt(group: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
     """What a step yields, or None and the first rank's error where it failed on any. Collective."""
-    made, failure = None, None
-    try:
-        made = step()
-    except (RuntimeError, OSError) as error:
-        failure = one_line(error)
+    made, failure = outcome(step)
     reason = first_refusal(group, failure)
     return (made, None) if reason is None else (None, reason)
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def outcome(step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a step yields, or None and its error in one line."""
+    try:
+        return step(), None
+    except (RuntimeError, OSError) as error:
+        return None, " ".join(str(error).split()) or type(error).__name__
 
 
 def machine() -> str:

@@ -216,8 +216,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(gather.USE_B12X, raising=False)
     monkeypatch.delenv(gather.SWITCH, raising=False)
 
-    for module in (agreement, gather):
-        monkeypatch.setattr(module, "everyone", lambda group, value: [value] * 2)
+    monkeypatch.setattr(agreement, "everyone", lambda group, value: [value] * 2)
     made: list[str] = []
     monkeypatch.setattr(PeerGather, "warm_up", lambda self: made.append("warm"))
 

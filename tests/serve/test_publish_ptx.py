@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from kimi_k3_serve.publish import collective_kernel, kernel
 from kimi_k3_serve.publish.chunks import TILE_ROWS
-from kimi_k3_serve.publish.collective import power_of_two, tile_rows
+from kimi_k3_serve.publish.collective import tile_rows
 from kimi_k3_serve.publish.ranks import TILE_BYTES
 
 tl = kernel.tl
@@ -146,7 +146,7 @@ def test_the_fallback_reads_and_writes_wide_words(item: int) -> None:
         "BLOCK_STRIDE": 64 * whole,
         "ROW_STRIDE": whole,
         "WIDTH": whole,
-        "PADDED": power_of_two(whole),
+        "PADDED": triton.next_power_of_2(whole),
         "WORD": tl.int64,
         "ROWS": tile_rows(8 * whole),
     }
