@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import ROOT, docker, run
+from stack import ROOT, docker, run
 
 PROFILES = [
     list(chosen) for n in range(4) for chosen in itertools.combinations(("cpu", "nodes", "observe"), n)

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import SERVE, docker, run
+from stack import SERVE, docker, run
 
 
 def test_a_short_pair_through_the_docker_engine(tmp_path: Path) -> None:

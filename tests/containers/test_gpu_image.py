@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, docker, run
+from stack import ROOT, docker, run
 
 SOURCE = """
 #include <cub/cub.cuh>

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, Server, docker, run
+from stack import ROOT, Server, docker, run
 
 from harness.engines.process import free_port
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import BENCH, ROOT, Server, docker, run
+from stack import BENCH, ROOT, Server, docker, run
 
 HARNESS = [sys.executable, "-m", "harness"]
 
@@ -126,7 +126,7 @@ def wait_until_running(server: Server, timeout_s: float = 60.0) -> None:
 
 def test_a_stop_lets_a_running_request_end_and_leaves_nothing(server: Server) -> None:
     program = (
-        "import sys; sys.path[:0] = ['tests/containers']; from conftest import Server;"
+        "import sys; sys.path[:0] = ['tests/containers']; from stack import Server;"
         f"print(Server({server.port}, '').complete(sys.stdin.read(), 200)['usage']['completion_tokens'])"
     )
     with subprocess.Popen(

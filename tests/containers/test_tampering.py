@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BENCH, ROOT, SERVE, docker, run
+from stack import BENCH, ROOT, SERVE, docker, run
 
 MODULE = "/opt/kimi-k3/lib/python3.11/site-packages/vllm/model_executor/layers/attention/mla_attention.py"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SERVE, Server, docker, settings
+from stack import SERVE, Server, docker, settings
 
 from harness.engines.process import free_port
 
