@@ -30,10 +30,10 @@ import aiohttp
 import uvloop
 
 from harness.errors import UserError
+from harness.files import write_json
 from harness.load import CellRun, CellSpec, Target, run_cell
 from harness.options import parse_rates
 from harness.stats import quantile
-from harness.store import write_json
 from harness.trace import Request, Trace
 
 DELAY_S = 0.2

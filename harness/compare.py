@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import write_bytes
 from harness.report.page import page
 from harness.report.plots import drawn_plots
 from harness.report.summary import build_summary
 from harness.report.tables import markdown_report
-from harness.store import Cell, CellKey, RunStore, write_bytes
+from harness.store import Cell, CellKey, RunStore
 
 
 def require_same_trace(first: RunStore, second: RunStore) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from harness import parity
 from harness.errors import UserError
+from harness.files import claim, write_json
 from harness.launches import read_answers
 from harness.options import parse_counts
 from harness.report import write_report
-from harness.store import RunStore, write_json
+from harness.store import RunStore
 
 AGAIN = "Parity was judged again"
 
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.tolerance is not None and not 0 < arguments.tolerance < math.inf:
         raise UserError(f"--tolerance is {arguments.tolerance:g}; give a positive number of nats")
     store = RunStore.open(arguments.dir)
+    claim(store.path)
     manifest = store.manifest
     before = manifest.get("parity")
     answers = read_answers(store.path, manifest)

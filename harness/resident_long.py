@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 
 from harness import long_context
+from harness.files import write_json
 from harness.fleet import Fleet
 from harness.run_folder import RunFolder
 from harness.steps import Steps
-from harness.store import write_json
 
 IDLE_PROMPTS = 3
 STOP_S = 20.0

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness import parity
 from harness.errors import UserError
+from harness.files import write_json
 from harness.fleet import Fleet
 from harness.load import Target
 from harness.pair import Options
@@ -15,7 +16,6 @@ from harness.prepare import ask_reference
 from harness.resident_options import ResidentOptions
 from harness.run_folder import RunFolder
 from harness.steps import Steps
-from harness.store import write_json
 
 
 @dataclass(frozen=True)

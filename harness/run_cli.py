@@ -3,10 +3,9 @@
 
 import argparse
 import asyncio
-import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         manifest["no_preemption"] = arguments.no_preemption
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
-        _require_same_run(store, manifest)
+        store.require_same(manifest, MUST_AGREE)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
         finally:
@@ -77,17 +76,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         JsonEvents(sys.stdout).tell("done", dir=str(store.path), cells=kept, complete=complete)
     _require_answers(store)
-
-
-def _require_same_run(store: RunStore, asked: Mapping[str, Any]) -> None:
-    """Raises UserError where a resumed run was begun with other rules than are asked for now."""
-    begun = store.manifest
-    for fact in MUST_AGREE:
-        if begun.get(fact) != json.loads(json.dumps(asked.get(fact))):
-            raise UserError(
-                f"{store.path} was begun with {fact.replace('_', ' ')} {json.dumps(begun.get(fact))};"
-                " resume it with the same, or choose another --out"
-            )
 
 
 def _require_answers(store: RunStore) -> None:

@@ -22,10 +22,11 @@ from harness.baseline import Baseline
 from harness.engines.process import Engine
 from harness.engines.proof import Proof, read_proofs
 from harness.errors import UserError
+from harness.files import write_bytes, write_json
 from harness.launches import flags_of
 from harness.sla import GIVEN, Limits
 from harness.steps import Steps
-from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest, write_bytes, write_json
+from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest
 from harness.trace import Trace
 from harness.validity import lasting_environment
 
@@ -73,10 +74,8 @@ class RunFolder:
         if not resume:
             return cls(RunStore.create(path, asked, trace), asked)
         store = RunStore.resume(path, asked, trace)
+        store.require_same(asked, MUST_AGREE)
         manifest = {**store.manifest, "notes": []}
-        for fact in MUST_AGREE:
-            if manifest.get(fact) != asked.get(fact):
-                raise UserError(f"{path} was begun with another {fact}; choose another --out")
         begun = manifest["limits"]["applied"]
         if limits.rule == GIVEN and begun != limits.applied:
             raise UserError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.store import write_bytes
+from harness.files import write_bytes
 
 LAYERS = 8
 FULL_ATTENTION = {

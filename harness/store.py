@@ -18,20 +18,20 @@ import platform
 import re
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from harness import __version__
-from harness.client import RequestRecord, one_line
+from harness.client import RequestRecord
 from harness.errors import UserError
+from harness.files import claim, read_json, read_parquet, write_json, write_parquet
 from harness.load import CellRun
 from harness.scrape import COLUMNS, Sample
 from harness.sla import SOURCE_LIMITS_S, Limits
@@ -102,12 +102,14 @@ class RunStore:
 
     @classmethod
     def create(cls, path: Path, manifest: Mapping[str, Any], trace: Trace) -> "RunStore":
-        """Start a run in a new or empty folder."""
+        """Start a run in a new or empty folder, which is this process's own from here on."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is already in use; choose another folder or remove it")
         store = cls(path)
         try:
-            store._cells.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
+            claim(path)
+            store._cells.mkdir()
         except OSError as error:
             raise UserError(f"cannot create {path}: {error.strerror}; choose another folder") from error
         save_trace(trace, path / "trace.jsonl.gz")
@@ -118,6 +120,7 @@ class RunStore:
     def resume(cls, path: Path, manifest: Mapping[str, Any], trace: Trace) -> "RunStore":
         """Go on with a run of the same trace, or start it where it never came to its manifest."""
         if (path / "manifest.json").is_file():
+            claim(path)
             store = cls.open(path)
             if store.trace().sha256 != trace.sha256:
                 raise UserError(f"{path} was measured with another trace; choose another --out")
@@ -142,9 +145,20 @@ class RunStore:
             raise UserError(f"{path} holds no run (no manifest.json); give the folder that `--out` named")
         return cls(path)
 
+    def require_same(self, asked: Mapping[str, Any], facts: Sequence[str]) -> None:
+        """Raises UserError where the run was begun with another value of one of the manifest's `facts`."""
+        begun = self.manifest
+        for fact in facts:
+            if begun.get(fact) != json.loads(json.dumps(asked.get(fact))):
+                was = textwrap.shorten(json.dumps(begun.get(fact)), 120)
+                raise UserError(
+                    f"{self.path} was begun with {fact.replace('_', ' ')} {was}; resume it with the same, or choose"
+                    " another --out"
+                )
+
     @property
     def manifest(self) -> dict[str, Any]:
-        return _read_json(self.path / "manifest.json")
+        return read_json(self.path / "manifest.json")
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         write_json(self.path / "manifest.json", manifest)
@@ -175,11 +189,11 @@ class RunStore:
         """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
         (self._cells / f"{key}.json").unlink(missing_ok=True)  # of an aborted cell that is measured again
         rows = {field.name: [getattr(r, field.name) for r in run.records] for field in fields(RequestRecord)}
-        _write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
+        write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
         if samples:
             columns: dict[str, Any] = {"t_s": [s.unix_s - run.started_unix_s for s in samples]}
             columns |= {name: pa.array([getattr(s, name) for s in samples], pa.float64()) for name in COLUMNS}
-            _write_parquet(self._cells / f"{key}.metrics.parquet", pa.table(columns))
+            write_parquet(self._cells / f"{key}.metrics.parquet", pa.table(columns))
         facts = {
             **asdict(key),
             "trace_sha256": trace_sha256,
@@ -205,7 +219,7 @@ class RunStore:
     def cells(self) -> Iterator[Cell]:
         """Every cell kept so far, by arm, rate and repeat; all of one trace."""
         sha256 = self.manifest["trace"]["sha256"]
-        found = [(_read_json(path), path) for path in self._cells.glob("*.json")]
+        found = [(read_json(path), path) for path in self._cells.glob("*.json")]
         keyed = [(CellKey(f["arm"], f["offered_qps"], f["repeat"]), f, path) for f, path in found]
         for key, facts, path in sorted(keyed, key=lambda item: item[0]):
             if (found_sha256 := facts["trace_sha256"]) != sha256:
@@ -215,12 +229,12 @@ class RunStore:
             yield self._read_cell(key, facts)
 
     def cell(self, key: CellKey) -> Cell:
-        return self._read_cell(key, _read_json(self._cells / f"{key}.json"))
+        return self._read_cell(key, read_json(self._cells / f"{key}.json"))
 
     def _read_cell(self, key: CellKey, facts: dict[str, Any]) -> Cell:
         path = self._cells / f"{key}.parquet"
         try:
-            records = [RequestRecord(**row) for row in _read_parquet(path)]
+            records = [RequestRecord(**row) for row in read_parquet(path)]
         except TypeError as error:
             raise UserError(
                 f"{path} does not hold requests ({error}); restore it or measure again"
@@ -230,7 +244,7 @@ class RunStore:
                 f"{path} holds {len(records)} of {facts['n']} requests; restore it or measure again"
             )
         metrics = self._cells / f"{key}.metrics.parquet"
-        return Cell(key, facts, records, _read_parquet(metrics) if metrics.exists() else [])
+        return Cell(key, facts, records, read_parquet(metrics) if metrics.exists() else [])
 
 
 def check_arm_name(name: str) -> str:
@@ -337,56 +351,6 @@ def summarise_samples(samples: Sequence[Sample], began_unix_s: float = -math.inf
         "engine_restarted": counters_fell or len(set(values("process_start_unix_s"))) > 1,
         "process_start_unix_s": max(values("process_start_unix_s"), default=None),
     }
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write whole or not at all; equal values give equal bytes."""
-    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write whole or not at all."""
-    with whole(path) as partial:
-        partial.write_bytes(content)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; restore it or measure again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"cannot read {path}: not a JSON object; restore it or measure again")
-    return value
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"cannot read {path}: {one_line(str(error))}; restore it or measure again") from error
-    return rows
-
-
-def _write_parquet(path: Path, table: pa.Table) -> None:
-    with whole(path) as partial:
-        pq.write_table(table, partial)
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` once everything is written. UserError where it cannot be."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        yield partial
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        cause = os.strerror(error.errno) if error.errno else one_line(str(error))
-        raise UserError(
-            f"cannot write {path}: {cause}; free some space, what was measured is kept"
-        ) from error
 
 
 def _lag_ms(lag_s: Sequence[float]) -> dict[str, float | None]:

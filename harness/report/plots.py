@@ -20,8 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from harness.files import whole
 from harness.report.pairs import paired_ttft
-from harness.store import Cell, whole
+from harness.store import Cell
 from harness.validity import ttft_s
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
