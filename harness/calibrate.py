@@ -81,11 +81,12 @@ class KnownDelayServer:
 
 @contextlib.asynccontextmanager
 async def known_delay_server() -> AsyncIterator[KnownDelayServer]:
-    """Starts one in a process of its own, which ends with this context or with us."""
+    """Starts one in a process of its own, which ends with this context or with us, and not by Ctrl-C."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "harness.known_delay", "--delay-s", str(DELAY_S), "--tokens", str(TOKENS)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdin and process.stdout
     try:
@@ -188,7 +189,8 @@ async def brief(trace: Trace, lowest_qps: float) -> dict[str, Any]:
 
 def keep(manifest: dict[str, Any], point: Mapping[str, Any]) -> None:
     """Into the manifest what `brief` found before the cells of one command: the worst is the run's."""
-    points = manifest.setdefault("client_calibrations", [])
+    known = manifest.get("client_calibration")
+    points = manifest.setdefault("client_calibrations", [known] if known else [])
     points.append(dict(point))
     manifest["client_calibration"] = max(points, key=lambda each: each["error_ms"]["p95"])
 

@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -136,15 +137,18 @@ async def _measure(
     on_ending(stop.set)
     tell_plan(plan, len(targets), trace.span, sys.stderr, json=arguments.json)
     if not arguments.skip_calibration:
-        manifest = store.manifest
-        calibrate.keep(manifest, await calibrate.brief(trace, min(plan.rates)))
-        store.write_manifest(manifest)
-        print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
+        calibrating = asyncio.create_task(calibrate.brief(trace, min(plan.rates)))
 
-    async def describe(target: Target) -> dict[str, Any]:
-        """A server that answers none of the questions now is still the one that it was."""
-        now = await describe_server(target)
-        return now if now["version"] or now["card"] or now["flags"] else engines[target.name]
+        def end() -> None:
+            stop.set()
+            calibrating.cancel()
+
+        on_ending(end)
+        with contextlib.suppress(asyncio.CancelledError):
+            manifest = store.manifest
+            calibrate.keep(manifest, await calibrating)
+            store.write_manifest(manifest)
+            print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
 
     with display(sys.stderr, json=arguments.json) as progress:
         return await measure(
@@ -153,7 +157,7 @@ async def _measure(
             trace,
             plan,
             engines=engines,
-            describe=describe,
+            describe=describe_server,
             on_progress=progress,
             stop=stop,
         )

@@ -6,7 +6,8 @@
     parent  names one start on CLOCK_MONOTONIC, which all processes of a machine share
     worker  runs its part of the cell as run_cell does, tells its progress, returns its CellRun
 
-A worker whose pipe closes stops at once: none outlives the harness, however that ends.
+A worker whose pipe closes stops at once: none outlives the harness, however that ends. Signals that end a run reach
+the whole process group; workers are deaf to them, for when to stop is the parent's to say.
 """
 
 import asyncio
@@ -15,14 +16,18 @@ import dataclasses
 import functools
 import math
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from statistics import median
 
 import uvloop
 
 from harness.errors import UserError
 from harness.load import CellRun, CellSpec, Progress, Target, run_cell, soonest_start_s
+from harness.signals import ending
 from harness.trace import Trace
 
 LOOP_BYTES_PER_S = 40e6
@@ -58,7 +63,7 @@ async def run_cell_in(
             ours, theirs = spawning.Pipe()
             part = dataclasses.replace(trace, header={}, requests=trace.requests[index::processes])
             worker = spawning.Process(target=_work, args=(theirs, target, part, spec), daemon=True)
-            worker.start()
+            _start_deaf(worker)
             theirs.close()
             pipes.append(ours)
             workers.append(worker)
@@ -85,7 +90,8 @@ async def run_cell_in(
             await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 for pipe in pipes:
-                    pipe.send("stop")
+                    with contextlib.suppress(BrokenPipeError):  # one whose part is done is gone already
+                        pipe.send("stop")
             runs = await following
         finally:
             stopping.cancel()
@@ -96,6 +102,16 @@ async def run_cell_in(
             worker.join(5.0)
             worker.kill()
     return merged(runs, trace)
+
+
+def _start_deaf(worker: BaseProcess) -> None:
+    """It inherits that signals which end a run are blocked, from its first moment on."""
+    resource_tracker.ensure_running()  # which unblocks them as it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending())
+    try:
+        worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def merged(runs: Sequence[CellRun], trace: Trace) -> CellRun:

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client held against a server that knows what it did, and the arithmetic of that comparison."""
 
+import asyncio
 import json
+import os
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import cell_run, small_trace
+from fake_server import FakeServer
 
 from harness import calibrate
 from harness.cli import main
+from harness.store import RunStore
+from harness.trace import save_trace
 
 
 def test_the_error_is_reported_minus_true_ttft() -> None:
@@ -47,6 +55,37 @@ async def test_it_sends_about_as_seldom_as_the_cells(
     monkeypatch.setattr(calibrate, "measure_point", measure_point)
     assert (await calibrate.brief(small_trace(), lowest))["offered_qps"] == offered
     assert asked == [offered]
+
+
+async def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    """A terminal sends it to the server of known delay as well, which is the harness's to end."""
+    save_trace(small_trace(), tmp_path / "t.jsonl")
+    out = tmp_path / "out"
+    words = f"run --trace {tmp_path}/t.jsonl --rates 1 --out {out}"
+    async with FakeServer() as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "harness", *words.split(), "--arm", f"a={server.url}"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stderr and (await process.stderr.readline()).startswith(b"plan: ")
+        await asyncio.sleep(1.5)  # of some 10 s
+        os.killpg(process.pid, signal.SIGINT)
+        err = (await process.stderr.read()).decode()
+        assert await process.wait() == 2
+    assert err == f"error: interrupted; 0 cells kept in {out}; go on with --resume\n"
+    assert "client_calibration" not in RunStore.open(out).manifest
+
+
+def test_the_worst_of_a_runs_points_is_its_error_bar() -> None:
+    """A run that was begun by an older harness has a bar and no list of points."""
+    manifest: dict[str, Any] = {"client_calibration": {"error_ms": {"p95": 5.0}}}
+    calibrate.keep(manifest, {"error_ms": {"p95": 0.2}})
+    assert manifest["client_calibration"]["error_ms"]["p95"] == 5.0
+    calibrate.keep(manifest, {"error_ms": {"p95": 7.0}})
+    assert manifest["client_calibration"]["error_ms"]["p95"] == 7.0
+    assert len(manifest["client_calibrations"]) == 3
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,17 +3,23 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import small_trace, spec
 from fake_server import FakeServer, Script
 
+from harness import workers
 from harness.client import Target
 from harness.load import Progress
+from harness.store import RunStore
+from harness.trace import save_trace
 from harness.workers import processes_for, run_cell_in
 
 
@@ -48,6 +54,59 @@ async def test_stop_reaches_every_process() -> None:
         )
     assert run.aborted
     assert {record.status for record in run.records} == {"cancelled"}
+
+
+@pytest.mark.usefixtures("hangups_are_heard")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_to_the_whole_group_keeps_the_cell(tmp_path: Path, number: signal.Signals) -> None:
+    """As a terminal and service managers send it, in a cell of which one process has finished its part."""
+    trace = small_trace()
+    save_trace(trace, tmp_path / "trace.jsonl")
+    hanging = [list(request.prompt) for request in trace.requests[1::2]]
+    sent = asyncio.Event()
+
+    def answer(index: int, body: dict[str, Any]) -> Script:
+        if index == len(trace.requests):  # the warm-up came before
+            sent.set()
+        return Script(hang_after=1) if body["prompt"] in hanging else Script()
+
+    words = f"run --skip-calibration --client-processes 2 --rates 20 --trace {tmp_path}/trace.jsonl"
+    async with FakeServer(answer) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "harness", *words.split(), "--out", str(tmp_path / "out")),
+            *("--arm", f"a={server.url}"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        await sent.wait()
+        await asyncio.sleep(0.5)
+        os.killpg(process.pid, number)
+        _, err = await process.communicate()
+    assert process.returncode == 2
+    last = err.decode().splitlines()[-1]
+    assert last == f"error: interrupted; 1 cells kept in {tmp_path}/out; go on with --resume"
+    assert "Traceback" not in err.decode()
+    (cell,) = RunStore.open(tmp_path / "out").cells()
+    assert sorted(record.status for record in cell.records) == ["cancelled"] * 3 + ["ok"] * 3
+
+
+async def test_a_signal_while_workers_start_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their imports take long enough to be hit."""
+    started: list[int] = []
+    start = workers._start_deaf
+
+    def start_and_hit(worker: BaseProcess) -> None:
+        start(worker)
+        assert worker.pid
+        started.append(worker.pid)
+        os.kill(worker.pid, signal.SIGINT)
+
+    monkeypatch.setattr(workers, "_start_deaf", start_and_hit)
+    async with FakeServer() as server:
+        run = await run_cell_in(2, Target("a", server.url, "fake"), small_trace(), spec(50.0))
+    assert len(started) == 2
+    assert {record.status for record in run.records} == {"ok"}
 
 
 def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
