@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from decode_dcp import LATENT, ROPE, largest, start, time_a_layer
 
-from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import DEFAULT_TIMEOUT_S, Geometry, PeerExchange
 from kimi_k3_serve.symmetric import connect
 
 PAGE = 64  # rows
@@ -59,13 +59,14 @@ def main() -> None:
             f"--contexts must be multiples of {PAGE * world}: pages of {PAGE} rows on each of {world} ranks"
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     group, stock = start(world, rank, device)
     if stock is None:
         sys.exit("vLLM is not installed: its attention kernel is what is timed")
     geometry = Geometry(args.heads // world, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max(args.batches))
     region = connect(geometry.nbytes(world), group, device, ("peer",)).get()
-    peer = PeerExchange(region, geometry)
+    peer = PeerExchange(region, geometry, timeout_s=DEFAULT_TIMEOUT_S)
 
     rows: list[dict[str, Any]] = []
     for batch, context in itertools.product(args.batches, args.contexts):

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from kimi_k3_serve.attention.peer_exchange import Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import DEFAULT_TIMEOUT_S, Geometry, PeerExchange
 from kimi_k3_serve.symmetric import Region, connect
 
 LATENT, ROPE = 512, 64
@@ -59,6 +59,7 @@ def main() -> None:
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     group = stock = None
     if world > 1:
@@ -69,7 +70,7 @@ def main() -> None:
         region: Any = Region.group(1, geometry.nbytes(1), device)[0]
     else:
         region = connect(geometry.nbytes(world), group, device, ("peer",)).get()
-    peer = PeerExchange(region, geometry)
+    peer = PeerExchange(region, geometry, timeout_s=DEFAULT_TIMEOUT_S)
 
     rows = []
     for batch in args.batches:

@@ -74,6 +74,7 @@ def main() -> None:
 
 def start() -> tuple[Any, torch.device]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return dist.group.WORLD, device

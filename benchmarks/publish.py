@@ -156,7 +156,7 @@ class Ranks:
 
     def align(self) -> None:
         if len(self.region.peers) > 1:
-            self.region.handle.barrier()
+            self.region.owner.barrier()
 
 
 def measure(args: argparse.Namespace, rank: int, world_size: int, host_group: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.ops.dcp import dcp_a2a_lse_reduce, get_dcp_workspace_max_num_tokens
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from kimi_k3_serve.attention.peer_exchange import TIMEOUT, Geometry, PeerExchange
+from kimi_k3_serve.attention.peer_exchange import DEFAULT_TIMEOUT_S, TIMEOUT, Geometry, PeerExchange
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import connect
@@ -31,7 +31,6 @@ from kimi_k3_serve.symmetric.deadline import limit_s
 logger = init_logger(__name__)
 
 MAX_TOKENS = "KIMI_K3_PEER_DECODE_MAX_TOKENS"  # tokens of a decode batch that the buffers hold
-DEFAULT_TIMEOUT_S = 600.0  # as NCCL's: a rank may compile kernels while the others wait
 
 
 class PeerBackend:

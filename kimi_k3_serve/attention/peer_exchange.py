@@ -16,6 +16,7 @@ from kimi_k3_serve.triton_launch import Launch
 
 ALIGNMENT = 128
 TIMEOUT = "KIMI_K3_PEER_DECODE_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 600.0  # as NCCL's: a rank may compile kernels while the others wait
 BLOCKS = 128  # upper bound of a merge's grid: small blocks, all resident at once on any data-centre GPU
 ROWS = 8  # heads a block merges at a time when there are many
 UNIT = 16  # bytes of a query that move as one

@@ -31,8 +31,6 @@ def join_torch(storage: torch.Tensor, group: Any, *, multicast: bool) -> Region:
     from torch.distributed import _symmetric_memory as symm_mem
 
     handle = symm_mem.rendezvous(storage, group.group_name)
-    handle.barrier()
-    torch.cuda.synchronize(storage.device)
     if multicast and not handle.multicast_ptr:
         raise RuntimeError("PyTorch gave no multicast address")
     peers = tuple(

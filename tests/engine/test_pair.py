@@ -17,7 +17,7 @@ def test_a_short_real_pair(tmp_path: Path) -> None:
         [sys.executable, "-m", "harness", "bench", "--quick", "--out", str(run), "--cache", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((run / "summary.json").read_text())

@@ -199,6 +199,7 @@ CASES: tuple[Callable[[int, Any], None], ...] = (
 
 def rank_main(rank: int, folder: str) -> None:
     device = torch.device("cuda", rank)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=W, device_id=device

@@ -8,6 +8,7 @@ keep the ranks in step: what they share is the publication and, at a layer's end
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -151,6 +152,7 @@ def lifetimes_hold(world: World) -> dict[str, Any]:
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
     """The work as a CUDA graph: call to replay."""
+    gc.collect()  # regions that are freed during a capture would end it
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events

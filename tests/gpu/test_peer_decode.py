@@ -5,7 +5,7 @@ What this shows: the kernels, the rendezvous and the arithmetic, with real concu
 over NVLink, and time. Needs PyTorch and Triton only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ pytestmark = [
 
 LATENT, ROPE, SCALE = 512, 64, 192**-0.5
 FUTURE = 1 << 62  # an epoch
-# Of the merges of all ranks together. Not more than half of the multiprocessors may be taken by blocks that wait: a
-# kernel of another shared memory layout than theirs starts on an idle one only, and a rank that lags must come on.
-BLOCKS = 64
+BLOCKS = (
+    64  # of the merges of all ranks together: with the gathers' they leave half of the multiprocessors idle
+)
+TIMEOUT_S = 20.0  # a wait that is longer ends in a trap that names the rank, not in a test that stands still
 
 
 class Ranks:
@@ -34,9 +35,12 @@ class Ranks:
     def __init__(self, world_size: int, geometry: Geometry) -> None:
         regions = Region.group(world_size, geometry.nbytes(world_size), "cuda")
         self.geometry, self.world_size = geometry, world_size
-        self.exchanges = [PeerExchange(region, geometry, blocks=BLOCKS // world_size) for region in regions]
+        self.exchanges = [
+            PeerExchange(region, geometry, blocks=BLOCKS // world_size, timeout_s=TIMEOUT_S)
+            for region in regions
+        ]
         self.streams = [torch.cuda.Stream() for _ in regions]
-        torch.cuda._sleep(1)  # loads its kernel: see `prime`
+        torch.cuda._sleep(1)  # loads its kernel: see `alone`
 
     def each(
         self, work: Callable[[int, PeerExchange], torch.Tensor], late: int | None = None
@@ -52,36 +56,39 @@ class Ranks:
         torch.cuda.synchronize()
         return results
 
-    def prime(self, tokens: Sequence[int], *, masked: bool) -> None:
-        """Compile and load every kernel that these token counts need, one rank at a time.
+    def alone(self, launch: Callable[[int, PeerExchange], object]) -> None:
+        """Launch one rank after another, as if everything that it waits for had come; then begin at epoch 0 again.
 
-        A launch spins until all ranks have launched, and loading a kernel may wait for the GPU to be idle: slots
-        where everything has come and flags far in the future let a lone rank through.
+        Loading a kernel and a graph's first launch may want an idle GPU, which ranks that wait for each other are
+        not: slots that are full and flags far in the future let a lone rank through.
         """
-        g = self.geometry
-
-        def fill(exchange: PeerExchange, part: str) -> None:
-            offset, size = exchange.parts[part]
-            view(exchange.region.peers[exchange.rank], offset, (size // 8,), torch.int64).fill_(FUTURE)
-
-        for exchange in self.exchanges:
-            fill(exchange, "merge_flags")
-        for exchange in self.exchanges:
-            for count in tokens:
-                torch.cuda.synchronize()
-                fill(exchange, "slots")
-                query = torch.zeros(count, g.heads, g.latent + g.rope, dtype=g.query_dtype, device="cuda")
-                gathered = exchange.gather(query[..., : g.latent], query[..., g.latent :])
-                partial = torch.zeros(*gathered.shape[:2], g.latent, dtype=g.output_dtype, device="cuda")
-                lens = torch.ones(count, dtype=torch.int32, device="cuda") if masked else None
-                starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") if masked else None
-                exchange.merge(partial, partial[..., 0].float(), lens, starts)
+        for rank, exchange in enumerate(self.exchanges):
+            own = exchange.region.peers[rank]
+            for part in ("slots", "merge_flags"):
+                offset, size = exchange.parts[part]
+                view(own, offset, (size // 8,), torch.int64).fill_(FUTURE)
+            torch.cuda.synchronize()
+            launch(rank, exchange)
             torch.cuda.synchronize()
         for exchange in self.exchanges:
             exchange.state.zero_()
             exchange.epochs.zero_()
-            exchange.region.own[: g.ubatches * exchange.parts["end"][0]].zero_()
+            exchange.region.own[: self.geometry.ubatches * exchange.parts["end"][0]].zero_()
         torch.cuda.synchronize()
+
+    def prime(self, tokens: int, *, masked: bool) -> None:
+        """Compile and load every kernel that so many tokens need."""
+        g = self.geometry
+
+        def launch(rank: int, exchange: PeerExchange) -> None:
+            query = torch.zeros(tokens, g.heads, g.latent + g.rope, dtype=g.query_dtype, device="cuda")
+            gathered = exchange.gather(query[..., : g.latent], query[..., g.latent :])
+            partial = torch.zeros(*gathered.shape[:2], g.latent, dtype=g.output_dtype, device="cuda")
+            lens = torch.ones(tokens, dtype=torch.int32, device="cuda") if masked else None
+            starts = torch.arange(tokens + 1, dtype=torch.int32, device="cuda") if masked else None
+            exchange.merge(partial, partial[..., 0].float(), lens, starts)
+
+        self.alone(launch)
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +111,7 @@ def test_decode_equals_float64_attention_over_the_whole_context(world_size: int,
     lengths = torch.logspace(0, 5.3, batch).long().tolist() if batch > 1 else [200_000]
     geometry = Geometry(heads, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max_tokens=64)
     ranks = Ranks(world_size, geometry)
-    ranks.prime([batch], masked=True)
+    ranks.prime(batch, masked=True)
     queries = torch.randn(
         batch, world_size * heads, LATENT + ROPE, generator=generator, device="cuda"
     ).bfloat16()
@@ -144,13 +151,31 @@ def test_decode_equals_float64_attention_over_the_whole_context(world_size: int,
         assert (error <= 2.0**-7 * largest).all(), (rank, (error / largest).max())
 
 
+def test_fp8_queries_are_gathered_byte_for_byte(world_size: int) -> None:
+    heads, tokens = 12, 7
+    geometry = Geometry(heads, LATENT, ROPE, torch.float8_e4m3fn, torch.bfloat16, max_tokens=8)
+    ranks = Ranks(world_size, geometry)
+    ranks.prime(tokens, masked=False)
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (tokens, world_size * heads, LATENT + ROPE)
+    bits = torch.randint(0, 256, shape, generator=generator, device="cuda", dtype=torch.uint8)
+    queries = bits.view(torch.float8_e4m3fn)
+
+    def gather(rank: int, exchange: PeerExchange) -> torch.Tensor:
+        own = queries[:, rank * heads : (rank + 1) * heads]
+        return exchange.gather(own[..., :LATENT], own[..., LATENT:])
+
+    for gathered in ranks.each(gather, late=1):
+        assert torch.equal(gathered.view(torch.uint8), bits)
+
+
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_graph_replay_follows_its_inputs(world_size: int, late: int | None) -> None:
     """Each rank's gather, stand-in attention and merge in a CUDA graph, twice a graph; 30 replays, one rank late."""
     heads, tokens = 6, 2
     geometry = Geometry(heads, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max_tokens=8)
     ranks = Ranks(world_size, geometry)
-    ranks.prime([tokens], masked=False)
+    ranks.prime(tokens, masked=False)
     queries = torch.empty(tokens, world_size * heads, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
     lses = torch.empty(world_size, tokens, world_size * heads, device="cuda")
 
@@ -165,6 +190,7 @@ def test_graph_replay_follows_its_inputs(world_size: int, late: int | None) -> N
         with torch.cuda.graph(graph, stream=ranks.streams[rank]):
             outputs.append([layer(rank, exchange), layer(rank, exchange)])
         graphs.append(graph)
+    ranks.alone(lambda rank, exchange: graphs[rank].replay())
 
     generator = torch.Generator("cuda").manual_seed(0)
     for _ in range(30):
@@ -189,21 +215,3 @@ def test_graph_replay_follows_its_inputs(world_size: int, late: int | None) -> N
         assert set(exchange.epochs.flatten().tolist()) == {0, 60}  # 0: blocks beyond two tokens
         offset, size = exchange.parts["slots"]
         assert not exchange.region.peers[exchange.rank][offset : offset + size].any()
-
-
-def test_fp8_queries_are_gathered_byte_for_byte(world_size: int) -> None:
-    heads, tokens = 12, 7
-    geometry = Geometry(heads, LATENT, ROPE, torch.float8_e4m3fn, torch.bfloat16, max_tokens=8)
-    ranks = Ranks(world_size, geometry)
-    ranks.prime([tokens], masked=False)
-    generator = torch.Generator("cuda").manual_seed(1)
-    shape = (tokens, world_size * heads, LATENT + ROPE)
-    bits = torch.randint(0, 256, shape, generator=generator, device="cuda", dtype=torch.uint8)
-    queries = bits.view(torch.float8_e4m3fn)
-
-    def gather(rank: int, exchange: PeerExchange) -> torch.Tensor:
-        own = queries[:, rank * heads : (rank + 1) * heads]
-        return exchange.gather(own[..., :LATENT], own[..., LATENT:])
-
-    for gathered in ranks.each(gather, late=1):
-        assert torch.equal(gathered.view(torch.uint8), bits)

@@ -50,7 +50,7 @@ def primed(world_size: int) -> list[PeerGather]:
     geometry = Geometry(*(2 * width for width in local_widths(WIDTHS, world_size)))
     slots = geometry.slots_bytes(world_size)  # of one ubatch; behind them lie tables
     regions = Region.group(world_size, geometry.nbytes(world_size), "cuda")
-    ranks = [PeerGather(region, geometry) for region in regions]
+    ranks = [PeerGather(region, geometry, timeout_s=20.0) for region in regions]
     for rank in ranks:
         for peer in regions[0].peers:
             view(peer, 0, (slots // 8,), torch.int64).fill_(1 << 32)

@@ -33,6 +33,7 @@ def ptx(kernel: Any, constants: dict[str, object], arch: int, warps: int) -> dic
         "acquire_sys": len(re.findall(r"(?:ld|atom)\.global\.sys\.acquire", text)),
         "relaxed_stores": text.count("st.relaxed.sys.global.v2.b64"),
         "relaxed_loads": text.count("ld.relaxed.sys.global.v2.b64"),
+        "exchanged": len(re.findall(r"\bshfl\.|\b(?:ld|st)\.shared", text)),
         "multimem": text.count("multimem"),
         "shared_bytes": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),

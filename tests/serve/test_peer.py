@@ -79,12 +79,14 @@ def test_the_kernels_compile_without_a_gpu(arch: int, world_size: int, rows: int
     gather, merge = (json.loads(line) for line in done.stdout.splitlines())
     for kernel in (gather, merge):
         assert kernel["multimem"] == 0
-        assert kernel["shared_bytes"] <= 1024  # small blocks: a whole grid is resident at once
+        assert kernel["shared_bytes"] <= 4096  # small blocks: a whole grid is resident at once
         assert kernel["narrow_stores"] == kernel["narrow_loads"] == 0
     # One unit a thread: to each peer; from each into the query of this rank, and zeroes where this thread read it.
     assert gather["relaxed_loads"] == world_size - 1 and gather["relaxed_stores"] == 2 * (world_size - 1)
     assert gather["wide_stores"] == world_size and gather["wide_loads"] == 1
-    assert gather["signals"] == gather["acquire_sys"] == 0
+    assert (
+        gather["signals"] == gather["acquire_sys"] == gather["exchanged"] == 0
+    )  # nothing passes between threads
     assert merge["wide_stores"] >= world_size * (4 if rows > 1 else 1)
     assert merge["wide_loads"] >= 2 * world_size - 1
     assert merge["signals"] == 1 and merge["fences"] == 2  # however many ranks; the other one ends a kernel
