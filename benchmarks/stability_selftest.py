@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from statistics_selftest import Case, simulate_cell
+from statistics_selftest import Case, as_records, simulate_cell
 
-from harness.client import RequestRecord
 from harness.validity import GROWTH_Z, backlog_growth
 
 LOADS = (0.7, 0.85, 0.95, 1.05, 1.2, 1.5)
@@ -27,15 +26,7 @@ MAX_FALSE = 0.02
 def called_unstable(load: float, requests: int, seed: int) -> bool:
     case = Case("cell", False, load, factor=1.0, overhead_s=0.0, cohorts=requests, cohort_size=1)
     due_s, ttft_s = simulate_cell(case, np.random.default_rng([3, seed]))
-    growth = backlog_growth(
-        [
-            RequestRecord(
-                id=str(index), cohort=0, limit_class="default", prompt_tokens=1, output_tokens=1,
-                due_s=due, dispatched_s=due, done_s=due + ttft + DECODE_S,
-            )
-            for index, (due, ttft) in enumerate(zip(due_s.tolist(), ttft_s.tolist(), strict=True))
-        ]
-    )  # fmt: skip
+    growth = backlog_growth(as_records(due_s, ttft_s, DECODE_S))
     return growth is not None and growth.proven
 
 

@@ -145,7 +145,9 @@ def measure(case: Case, seed: int) -> Outcome | None:
     due_s, first, other = simulate(case, np.random.default_rng([2, seed]))
     arm_a, arm_b = _launches(first, case.passes), _launches(other, case.passes)
     cohort_of = {name: index // case.cohort_size for index, (_, name) in enumerate(arm_a[0])}
-    waiting = max(float(np.mean([_waiting(due_s, row) for row in arm])) for arm in (first, other))
+    waiting = max(
+        float(np.mean([waiting_share(as_records(due_s, row)) for row in arm])) for arm in (first, other)
+    )
     estimate = paired_estimate(arm_a, arm_b, cohort_of, waiting=waiting)
     if estimate.interval is None:
         return None
@@ -153,13 +155,15 @@ def measure(case: Case, seed: int) -> Outcome | None:
     return Outcome(estimate.interval.low, estimate.interval.high, resolved(estimate, floor))
 
 
-def _waiting(due_s: Floats, ttft_s: Floats) -> float:
-    return waiting_share(
-        [
-            RequestRecord(str(index), 0, "default", 1, 1, due_s=due, first_token_s=due + ttft)
-            for index, (due, ttft) in enumerate(zip(due_s.tolist(), ttft_s.tolist(), strict=True))
-        ]
-    )
+def as_records(due_s: Floats, ttft_s: Floats, decode_s: float = 0.0) -> list[RequestRecord]:
+    """What the harness would have recorded, as far as its statistics look at it."""
+    return [
+        RequestRecord(
+            str(index), 0, "default", 1, 1,
+            due_s=due, dispatched_s=due, first_token_s=due + ttft, done_s=due + ttft + decode_s,
+        )
+        for index, (due, ttft) in enumerate(zip(due_s.tolist(), ttft_s.tolist(), strict=True))
+    ]  # fmt: skip
 
 
 def _launches(ttft: Floats, passes: int) -> list[dict[tuple[int, str], float]]:

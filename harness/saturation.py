@@ -29,6 +29,15 @@ def memory_requests(share: float) -> float:
     return 2 * share / (1 - share) ** 2 if share < 1 else math.inf
 
 
+def independent_requests(records: Sequence[RequestRecord]) -> float:
+    """As how many independent requests those of a cell count, since what one waited says what the next one waits.
+
+    Correlation that dies away over a memory of k requests leaves about n / (1 + c k) of n; c = 1/2 is what the
+    intervals of a simulated queue's cells need to cover the truth (benchmarks/cell_selftest.py).
+    """
+    return len(records) / (1 + memory_requests(waiting_share(records)) / 2)
+
+
 def _answered_s(record: RequestRecord) -> float:
     """When it stopped waiting: with its first token, or its failure."""
     ends = (record.first_token_s, record.done_s)

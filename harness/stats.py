@@ -58,31 +58,42 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def percentile_interval(values: Sequence[float], percent: int) -> Interval | None:
+def percentile_interval(
+    values: Sequence[float], percent: int, independent: float = math.inf
+) -> Interval | None:
     """A distribution-free interval of a percentile: two values of the sample, chosen by their ranks alone.
 
     The count of values at or below the true percentile is binomial(n, p), so the ranks are its 2.5 % and
-    97.5 % points (David and Nagaraja, Order Statistics, 7.1). It takes requests as independent: queueing
-    makes neighbours alike, so the true uncertainty is larger. None where n has no such ranks: a median needs
-    6 values, P90 needs 36, P99 needs 368.
+    97.5 % points (David and Nagaraja, Order Statistics, 7.1). Where neighbours are alike, n values tell no more
+    than `independent` of them would (saturation.independent_requests): the ranks are those of so many, spread
+    over all n. None where so many have no such ranks: a median needs 6 values, P90 needs 36, P99 needs 368.
     """
     n, p, tail = len(values), percent / 100, (1 - CONFIDENCE) / 2
-    if not n:
+    m = n if independent >= n else math.floor(independent)
+    if not m:
         return None
-    counts = np.arange(n + 1)
-    low = int((bdtr(counts, n, p) >= tail).argmax())  # ranks, from 1
-    high = int((bdtrc(counts, n, p) <= tail).argmax()) + 1
-    if low < 1 or high > n:
+    counts = np.arange(m + 1)
+    low = int((bdtr(counts, m, p) >= tail).argmax())  # ranks, from 1
+    high = int((bdtrc(counts, m, p) <= tail).argmax()) + 1
+    if low < 1 or high > m:
         return None
     ordered = sorted(values)
-    return Interval(ordered[low - 1], ordered[high - 1])
+    return Interval(ordered[max(1, low * n // m) - 1], ordered[-(-high * n // m) - 1])
 
 
-def share_interval(count: int, n: int) -> Interval:
-    """Clopper and Pearson's exact interval of a share, `count` of `n` requests taken as independent."""
+def share_interval(count: int, n: int, independent: float = math.inf) -> Interval:
+    """Clopper and Pearson's exact interval of a share, `count` of n requests.
+
+    Where n requests tell no more than `independent` of them would, it is that of the same share of so many (Korn
+    and Graubard, Survey Methodology 24, 1998). Of fewer than one, any share.
+    """
     tail = (1 - CONFIDENCE) / 2
-    low = float(betaincinv(count, n - count + 1, tail)) if count else 0.0
-    high = float(betaincinv(count + 1, n - count, 1 - tail)) if count < n else 1.0
+    m = min(n, independent)
+    if m < 1:
+        return Interval(0.0, 1.0)
+    counted = count * m / n
+    low = float(betaincinv(counted, m - counted + 1, tail)) if count else 0.0
+    high = float(betaincinv(counted + 1, m - counted, 1 - tail)) if count < n else 1.0
     return Interval(low, high)
 
 

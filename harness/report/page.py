@@ -13,6 +13,7 @@ from typing import Any
 from harness.report.plots import Drawn
 from harness.report.style import CSS, SCRIPT
 from harness.report.tables import (
+    INTERVAL_NOTE,
     PAIRED_NOTE,
     basis,
     cell_table,
@@ -48,7 +49,7 @@ def page(summary: Summary, manifest: Mapping[str, Any], plots: Sequence[Drawn]) 
             cell_table(summary).html(),
             "A cell is one arm at one offered rate, once. One that does not count is in no headline number.",
         ),
-        _details("Intervals of each cell (95 %), and more", interval_table(summary).html()),
+        _details("Intervals of each cell (95 %), and more", interval_table(summary).html(), INTERVAL_NOTE),
         _details("What the engines reported", engine_table(summary).html()),
         _method(summary),
         _provenance(summary, manifest),
@@ -179,12 +180,15 @@ def _compact(value: Any) -> str:
 
 
 def _section(title: str, content: str, note: str = "") -> str:
-    below = f'<p class="note">{_text(note)}</p>' if note else ""
-    return f"<section><h2>{_text(title)}</h2>{content}{below}</section>"
+    return f"<section><h2>{_text(title)}</h2>{content}{_below(note)}</section>"
 
 
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{_text(title)}</summary>{content}</details>"
+def _details(title: str, content: str, note: str = "") -> str:
+    return f"<details><summary>{_text(title)}</summary>{content}{_below(note)}</details>"
+
+
+def _below(note: str) -> str:
+    return f'<p class="note">{_text(note)}</p>' if note else ""
 
 
 def _text(text: str) -> str:

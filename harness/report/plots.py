@@ -240,13 +240,14 @@ PLOTS: tuple[tuple[str, str, str, Draw], ...] = (
     (
         "ttft",
         "TTFT over offered rate",
-        "Median with its 95 % interval, and P90, of each cell. Hollow marks do not count. Black lines: the limits.",
+        "Median with its 95 % interval, and P90, of each cell. The more requests wait for one another, the fewer they"
+        " count as: then the interval is wide, or there is none. Hollow marks do not count. Black lines: the limits.",
         draw_ttft,
     ),
     (
         "miss",
         "Share of requests over the limit",
-        "With exact 95 % intervals, requests taken as independent. A failed request is over every limit.",
+        "With 95 % intervals, the wider the more requests wait for one another. A failed request is over every limit.",
         draw_miss,
     ),
     (

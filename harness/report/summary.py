@@ -15,8 +15,9 @@ from harness.report.pairs import (
     noise_floors,
     paired_section,
 )
+from harness.saturation import independent_requests
 from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
-from harness.stats import percentile, percentile_interval, quantile, share_interval, supports
+from harness.stats import Interval, percentile, percentile_interval, quantile, share_interval, supports
 from harness.store import Cell, CellKey
 from harness.validity import (
     Evidence,
@@ -124,7 +125,8 @@ def summarise_cell(
 
     Percentiles of TTFT are null where n is too small, where they fall on a failure, and in an unstable cell:
     there TTFT depends on how long the cell lasted. `ttft_at_least_s` bounds those that fall on a request that
-    was cancelled while it waited. Intervals take requests as independent.
+    was cancelled while it waited. Intervals count requests that waited for one another as fewer
+    (`independent_requests`); where too few are left for one, `ttft_no_interval` says so.
     """
     records, lag_ms = cell.records, cell.facts["loop_lag_ms"]["p99"]
     ttft = [ttft_s(record) for record in records]
@@ -133,6 +135,8 @@ def summarise_cell(
     overloaded = unstable(reasons)
     growth = backlog_growth(records)
     waits = kv_waits(cell.samples, records, kv_tokens)
+    independent = independent_requests(records)
+    intervals = {f"p{p}": _interval(ttft, p, independent, overloaded) for p in PERCENTS}
     return {
         "offered_qps": cell.key.offered_qps,
         "repeat": cell.key.repeat,
@@ -148,12 +152,9 @@ def summarise_cell(
         "arrived_qps": arrived_qps(records),
         "achieved_qps": achieved_qps(records),
         "ttft_s": {f"p{p}": None if overloaded else percentile(ttft, p) for p in PERCENTS},
-        "ttft_interval_s": {
-            f"p{p}": as_json(percentile_interval(ttft, p))
-            if supports(len(ttft), p) and not overloaded
-            else None
-            for p in PERCENTS
-        },
+        "independent_requests": independent,
+        "ttft_interval_s": {name: as_json(interval) for name, (interval, _) in intervals.items()},
+        "ttft_no_interval": {name: reason for name, (_, reason) in intervals.items()},
         "ttft_at_least_s": _at_least(records, ttft),
         "ttft_from_send_s": {
             f"p{p}": None if overloaded else percentile(_from_send(records), p) for p in PERCENTS
@@ -163,7 +164,8 @@ def summarise_cell(
         "answer_s": {f"p{p}": None if overloaded else percentile(_answers(records), p) for p in PERCENTS},
         "miss": {name: misses(ttft, limit) / len(ttft) for name, limit in limits.items()},
         "miss_interval": {
-            name: as_json(share_interval(misses(ttft, limit), len(ttft))) for name, limit in limits.items()
+            name: as_json(share_interval(misses(ttft, limit), len(ttft), independent))
+            for name, limit in limits.items()
         },
         "rules": {
             rule.name: vars(rule.judge([t for r, t in zip(records, ttft, strict=True) if _covers(rule, r)]))
@@ -178,6 +180,19 @@ def summarise_cell(
         "kv_waits": asdict(waits) if waits else None,
         "metrics": cell.facts["metrics"],
     }
+
+
+def _interval(
+    ttft: Sequence[float], percent: int, independent: float, overloaded: bool
+) -> tuple[Interval | None, str | None]:
+    """A percentile's interval, or why there is none."""
+    if overloaded:
+        return None, "unstable"
+    if percentile_interval(ttft, percent) is None:
+        return None, "n too small"
+    if found := percentile_interval(ttft, percent, independent):
+        return found, None
+    return None, f"n too small: waiting for one another, {len(ttft)} requests count as {independent:.2g}"
 
 
 def _at_least(records: Sequence[RequestRecord], ttft: Sequence[float]) -> dict[str, float]:

@@ -146,16 +146,25 @@ def cell_table(summary: Mapping[str, Any]) -> Table:
     return Table(head, rows, _flagged(summary))
 
 
+INTERVAL_NOTE = (
+    "Requests that wait in one queue are alike, so n of them tell no more than the independent ones of the column "
+    "beside it, of which the intervals are made: percentiles by order statistics, shares by Clopper and Pearson. They "
+    "say what other requests of this kind would have met; whether arms differ is judged request by request, above."
+)
+
+
 def interval_table(summary: Mapping[str, Any]) -> Table:
-    """95 % intervals of each cell: percentiles by order statistics, shares by Clopper and Pearson."""
-    head = ["arm", "QPS", "repeat", "P50 s", "P90 s", "P50 from send s"]
+    """95 % intervals of each cell; see `INTERVAL_NOTE`."""
+    head = ["arm", "QPS", "repeat", "n", "independent", "P50 s", "P90 s", "P50 from send s"]
     head += [f"miss {name} s" for name in LIMITS]
     rows = [
         [
             arm["name"],
             f"{cell['offered_qps']:g}",
             str(cell["repeat"]),
-            *(_between(cell["ttft_interval_s"][name], ".3f") for name in ("p50", "p90")),
+            str(cell["n"]),
+            f"{cell['independent_requests']:.3g}",
+            *(_interval(cell, name) for name in ("p50", "p90")),
             _number(cell["ttft_from_send_s"]["p50"], ".3f"),
             *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),
         ]
@@ -357,9 +366,12 @@ def _flagged(summary: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(index for index, (_, cell) in enumerate(each_cell(summary)) if not cell["valid"])
 
 
-def _between(interval: Mapping[str, float | None] | None, form: str) -> str:
-    if interval is None:
-        return "n too small"
+def _interval(cell: Mapping[str, Any], percent: str) -> str:
+    interval = cell["ttft_interval_s"][percent]
+    return _between(interval, ".3f") if interval else str(cell["ttft_no_interval"][percent])
+
+
+def _between(interval: Mapping[str, float | None], form: str) -> str:
     low, high = interval["low"], interval["high"]
     return f"{'-inf' if low is None else format(low, form)} to {'failures' if high is None else format(high, form)}"
 

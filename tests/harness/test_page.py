@@ -16,7 +16,7 @@ from builders import cell_run, manifest, record, small_trace
 
 from harness.load import CellRun
 from harness.report import build_summary, write_report
-from harness.report.tables import markdown_report
+from harness.report.tables import INTERVAL_NOTE, markdown_report
 from harness.report.verdict import findings, other_tokens
 from harness.sla import Rule
 from harness.store import CellKey, RunStore, new_arm
@@ -217,6 +217,20 @@ def test_limits_by_rule(tmp_path: Path) -> None:
     assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | tp8  | 1 " in table
     assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | dcp8 | none " in table
     assert "long: every request of 21 to 99 prompt tokens within 0.1 s " in table
+
+
+def test_an_interval_of_a_cell_counts_requests_that_wait_for_one_another_as_fewer(tmp_path: Path) -> None:
+    """A request a second: of tp8 each is answered before the next comes, of dcp8 after that."""
+    cells = {CellKey("tp8", 1.0, 0): run_of(0, 0.0), CellKey("dcp8", 1.0, 0): run_of(0, 1.0)}
+    store = written(tmp_path, cells)
+    summary = build_summary(store.manifest, list(store.cells()))
+    idle, queued = (arm["cells"][0] for arm in summary["arms"])
+    assert idle["independent_requests"] == 72 and queued["independent_requests"] == 0
+    assert idle["ttft_interval_s"]["p50"]["low"] == pytest.approx(0.3, abs=0.01)
+    assert queued["ttft_interval_s"]["p50"] is None and queued["ttft_s"]["p50"] is not None
+    assert idle["miss_interval"]["25"]["high"] < 0.06 and queued["miss_interval"]["25"]["high"] == 1.0
+    page = text_of(store)
+    assert "n too small: waiting for one another, 72 requests count as 0" in page and INTERVAL_NOTE in page
 
 
 class Checker(HTMLParser):

@@ -20,7 +20,7 @@ from harness.paired import (
     resolved,
     run_length,
 )
-from harness.saturation import memory_requests, waiting_share
+from harness.saturation import independent_requests, memory_requests, waiting_share
 
 COHORTS, SIZE = 32, 4
 NAMES = [f"r{index:04d}" for index in range(COHORTS * SIZE)]
@@ -177,6 +177,7 @@ def test_the_share_that_waits_and_how_long_a_queue_remembers() -> None:
     assert waiting_share(idle[:1]) == 0.0
     assert [memory_requests(share) for share in (0.0, 0.5, 1.0)] == [0.0, 4.0, math.inf]
     assert memory_requests(0.9) == pytest.approx(180)
+    assert [independent_requests(records) for records in (idle, half, unanswered)] == [3.0, 1.0, 0.0]
 
 
 def test_near_saturation_there_is_no_interval() -> None:

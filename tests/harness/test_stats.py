@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest
 
 from harness.paired import Launch, paired_estimate
 from harness.stats import (
+    Interval,
     percentile,
     percentile_interval,
     quantile,
@@ -96,6 +97,19 @@ def test_shares() -> None:
     none = share_interval(0, 60)
     assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 60)))
     assert 0.5 in share_interval(12, 24)
+
+
+def test_requests_that_count_as_fewer_widen_an_interval() -> None:
+    """60 requests that tell no more than 12: the ranks are a fifth and four fifths of the way, not those of 60."""
+    values = [float(rank) for rank in range(1, 61)]
+    alone, alike = percentile_interval(values, 50), percentile_interval(values, 50, independent=12.9)
+    assert alone is not None and alike is not None
+    assert (alone.low, alone.high) == (22, 39) and (alike.low, alike.high) == (15, 50)
+    assert percentile_interval(values, 50, independent=5.9) is None
+    assert percentile_interval(values, 50, independent=60) == alone
+    none = share_interval(0, 60, independent=12)
+    assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 12)))
+    assert share_interval(3, 60, independent=0.4) == Interval(0.0, 1.0)
 
 
 @given(st.integers(1, 400), st.sampled_from([50, 90, 99]))
