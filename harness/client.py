@@ -21,7 +21,7 @@ from harness.answer import (
     CompletionAnswer,
     one_line,
 )
-from harness.connection import Connection, Connector, Standby
+from harness.connection import Connection, Connector, Standby, auth
 from harness.outbox import Message
 from harness.trace import Request
 
@@ -150,9 +150,8 @@ def encode_message(target: Target, request: Request, cache_salt: str) -> tuple[b
         "User-Agent": "kimi-k3-harness",
         "X-Request-Id": f"{cache_salt}-{request.id}",  # names the request in the server's log
         "Connection": "close",
+        **auth(target.api_key),
     }
-    if target.api_key:
-        fields["Authorization"] = f"Bearer {target.api_key}"
     what = "completions" if request.messages is None else "chat/completions"
     lines = [f"POST {parts.path}/v1/{what} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in fields.items()]

@@ -235,6 +235,11 @@ class Standby:
             self._opening = self._open()
 
 
+def auth(api_key: str | None) -> dict[str, str]:
+    """The header that a server with an API key asks for on every path."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     """The system's authorities, or only those of `ca_file`; names are always checked."""
     return ssl.create_default_context(cafile=str(ca_file) if ca_file else None)

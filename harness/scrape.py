@@ -5,12 +5,14 @@ import asyncio
 import contextlib
 import math
 import re
-import ssl
 import time
 from dataclasses import dataclass, fields
 from types import TracebackType
 
 import aiohttp
+
+from harness.client import Target
+from harness.connection import auth, tls_context
 
 INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
@@ -100,20 +102,22 @@ def sample_of(text: str, unix_s: float) -> Sample:
 
 
 class Scraper:
-    """`async with Scraper(url) as s:` samples `url`/metrics at entry, every second and at exit (`s.samples`).
+    """`async with Scraper(target) as s:` samples its /metrics at entry, every second and at exit (`s.samples`).
 
     A server without metrics gives no samples; an answer that fails or is late leaves a gap.
     """
 
-    def __init__(self, base_url: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         self.samples: list[Sample] = []
-        self._url = f"{base_url}/metrics"
-        self._tls = tls or True  # True: the system's authorities
+        self._target = target
+        self._tls = tls_context(target.ca_file)
         # Kept, so that a step of the clock moves no sample within its cell.
         self._epoch_s = time.time() - time.monotonic()
 
     async def __aenter__(self) -> "Scraper":
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S), headers=auth(self._target.api_key)
+        )
         await self._scrape()
         self._task = asyncio.create_task(self._repeat())
         return self
@@ -134,22 +138,22 @@ class Scraper:
 
     async def _scrape(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(self._url, ssl=self._tls) as response:
+            async with self._session.get(f"{self._target.base_url}/metrics", ssl=self._tls) as response:
                 if response.status == 200:
                     text = await response.text(errors="replace")
                     self.samples.append(sample_of(text, self._epoch_s + time.monotonic()))
 
 
-async def wait_until_idle(
-    base_url: str, tls: ssl.SSLContext | None, stop: asyncio.Event, limit_s: float = 60.0
-) -> None:
+async def wait_until_idle(target: Target, stop: asyncio.Event, limit_s: float = 60.0) -> float | None:
     """Returns when no request is in the engine (or it does not tell), `stop` is set, or after `limit_s`.
 
-    What an overloaded cell left behind would be the next one's queue.
+    What an overloaded cell left behind would be the next one's queue. The answer is when the server's process was
+    started (`Sample.process_start_unix_s`), where it tells.
     """
-    async with Scraper(base_url, tls) as scraper:
+    async with Scraper(target) as scraper:
         ends_s = time.monotonic() + limit_s
         while scraper.samples and scraper.samples[-1].requests and time.monotonic() < ends_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), INTERVAL_S)
-                return
+                break
+    return scraper.samples[-1].process_start_unix_s if scraper.samples else None

@@ -18,10 +18,10 @@ import aiohttp
 import numpy as np
 
 from harness.client import encode_body
-from harness.connection import tls_context
+from harness.connection import auth, tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
-from harness.load import CellSpec, Progress, Target, refusal, run_cell
+from harness.load import CellSpec, Progress, Target, progress_at_end, refusal, run_cell
 from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
@@ -49,7 +49,8 @@ class Position:
 
 
 OnProgress = Callable[[Position, Progress], None]
-Describe = Callable[[Target], Awaitable[Mapping[str, Any]]]
+Describe = Callable[[Target, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""What a server is now, given what is known of it: a question that it does not answer changes nothing."""
 
 
 async def measure(
@@ -67,7 +68,8 @@ async def measure(
 ) -> bool:
     """Measure what is left of `plan` on all `targets`; False when `stop` or the budget ended it early.
 
-    Each arm gets one warm-up request before its first cell, but for those `warmed` already. A cell that `stop`
+    Each arm gets one warm-up request before its first cell, but for those `warmed` already, and another one when its
+    server was started anew between two cells. A cell that `stop`
     cut short is kept, marked aborted, and measured again by the next call. `engines` holds what to record about
     each arm's engine with its cells, by the arm's name, and `launches` which launch of it this is, from 0; where
     others start and end it, `describe` says before each cell what it is now. A cell begins when the engine is idle,
@@ -81,15 +83,19 @@ async def measure(
     by_name = {target.name: target for target in targets}
     facts = {arm: dict((engines or {}).get(arm) or {}) for arm in arms}
     judge = _judge_of(store.manifest)
+    kept = [cell for cell in store.cells() if cell.key.arm in by_name and not cell.facts["aborted"]]
+    if describe:
+        for arm, engine in {cell.key.arm: cell.facts["engine"] or {} for cell in kept}.items():
+            facts[arm] = dict(await describe(by_name[arm], engine))
     outcomes: dict[CellKey, Outcome] = {}
     tails_s: list[float] = []
-    for cell in store.cells():
-        if cell.key.arm in by_name and not cell.facts["aborted"]:
-            _require_same(cell, facts[cell.key.arm], trace)
-            outcomes[cell.key] = judge(cell)
-            tails_s.append(_tail_s(cell, trace))
+    for cell in kept:
+        _require_same(cell, facts[cell.key.arm], trace)
+        outcomes[cell.key] = judge(cell)
+        tails_s.append(_tail_s(cell, trace))
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
-    warm = set(warmed)
+    # By arm: when the process that was warmed up had been started, as far as it tells.
+    warm: dict[str, float | None] = dict.fromkeys(warmed)
     while keys := remaining(plan, arms, outcomes):
         key = keys[0]
         target = by_name[key.arm]
@@ -99,7 +105,16 @@ async def measure(
             return False
         if key.arm not in warm:
             await _warm_up(target, trace, plan, stop)
-            warm.add(key.arm)
+            warm[key.arm] = None
+        if stop.is_set():
+            return False
+        started_unix_s = await wait_until_idle(target, stop, IDLE_WAIT_S)
+        if started_unix_s and warm[key.arm] not in (None, started_unix_s):
+            await _warm_up(target, trace, plan, stop)  # somebody started it anew
+            await wait_until_idle(target, stop, IDLE_WAIT_S)
+        warm[key.arm] = started_unix_s or warm[key.arm]
+        if describe:  # when it is idle: a busy server may miss a question
+            facts[key.arm] = dict(await describe(target, facts[key.arm]))
         if stop.is_set():
             return False
 
@@ -120,14 +135,8 @@ async def measure(
         processes = plan.client_processes or processes_for(
             key.offered_qps, body_bytes, len(os.sched_getaffinity(0))
         )
-        if describe:
-            facts[key.arm] = dict(await describe(target))
-        tls = tls_context(target.ca_file)
-        await wait_until_idle(target.base_url, tls, stop, IDLE_WAIT_S)
-        if stop.is_set():
-            return False
         was_reset = await reset_prefix_cache(target)
-        async with Scraper(target.base_url, tls) as scraper:
+        async with Scraper(target) as scraper:
             run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)
         store.write_cell(
             key,
@@ -141,6 +150,8 @@ async def measure(
             identity=identity(facts[key.arm], trace.sha256),
             client_processes=processes,
         )
+        if report:
+            report(progress_at_end(run))
         if stop.is_set():
             return False
         if cause := refusal(run.records):
@@ -197,10 +208,9 @@ def _tail_s(cell: Cell, trace: Trace) -> float:
 async def reset_prefix_cache(target: Target) -> bool:
     """Empties the server's prefix cache where it lets us (VLLM_SERVER_DEV_MODE=1); says whether it did."""
     timeout = aiohttp.ClientTimeout(total=RESET_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=auth(target.api_key)) as session,
             session.post(
                 f"{target.base_url}/reset_prefix_cache", ssl=tls_context(target.ca_file)
             ) as response,

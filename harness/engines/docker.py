@@ -24,6 +24,7 @@ import aiohttp
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
+from harness.connection import auth
 from harness.engines.docker_supervise import DESCRIPTION, explanation
 from harness.engines.process import RECORDED_PREFIXES, SECRET, Engine, _until_ready, require_free_port
 from harness.engines.proof import clear_proofs
@@ -140,11 +141,10 @@ def _spawn(name: str, container: Container, *, url: str, log_path: Path, stop_gr
 
 async def generate_one_token(url: str, api_key: str | None) -> None:
     """Raises UserError where the server does not generate a token for a prompt of one id."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_TIMEOUT_S)
     began = time.monotonic()
     try:
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=auth(api_key)) as session:
             async with session.get(f"{url}/v1/models") as answer:
                 answer.raise_for_status()
                 model = (await answer.json())["data"][0]["id"]

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ import aiohttp
 import orjson
 
 from harness.client import Target, one_line
-from harness.connection import tls_context
+from harness.connection import auth, tls_context
 from harness.errors import UserError
 from harness.scrape import parse_metrics
 
@@ -36,12 +37,11 @@ def normalise_url(url: str) -> str:
 
 async def ask_model(base_url: str, api_key: str | None, ca_file: Path | None = None) -> str:
     """The one model that the server offers on /v1/models."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{base_url}/v1/models"
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session,
-            session.get(url, headers=headers, ssl=tls_context(ca_file)) as response,
+            session.get(url, headers=auth(api_key), ssl=tls_context(ca_file)) as response,
         ):
             body = await response.read()
             status = response.status
@@ -60,11 +60,13 @@ async def ask_model(base_url: str, api_key: str | None, ca_file: Path | None = N
     return models[0]
 
 
-async def describe_server(target: Target) -> dict[str, Any]:
+async def describe_server(target: Target, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a server tells about itself, and a digest of it: another answer later means another engine.
 
-    Its version, its model's entry in the list without times, and the flags of its cache as vLLM exports them.
+    Its version, its model's entry in the list without times, and the flags of its cache as vLLM exports them. What
+    it does not answer now is as it was `known` before: a busy server that misses a question is no other engine.
     """
+    known = known or {}
     version = await _ask(target, "/version")
     models = await _ask(target, "/v1/models")
     metrics = await _ask(target, "/metrics")
@@ -77,9 +79,9 @@ async def describe_server(target: Target) -> dict[str, Any]:
     cache = [series.labels for series in parse_metrics(metrics, frozenset({"vllm:cache_config_info"}))]
     found = {
         "model": target.model,
-        "version": one_line(version) or None,
-        "card": card,
-        "flags": cache,
+        "version": one_line(version) or known.get("version"),
+        "card": card or known.get("card", {}),
+        "flags": cache or known.get("flags", []),
         "extensions": target.extensions,
     }
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
@@ -88,11 +90,12 @@ async def describe_server(target: Target) -> dict[str, Any]:
 
 async def _ask(target: Target, path: str) -> str:
     """The text at a path; empty where the server does not answer 200."""
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session,
-            session.get(target.base_url + path, headers=headers, ssl=tls_context(target.ca_file)) as response,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S), headers=auth(target.api_key)
+            ) as session,
+            session.get(target.base_url + path, ssl=tls_context(target.ca_file)) as response,
         ):
             return await response.text() if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError, OSError):

@@ -3,6 +3,7 @@ import asyncio
 
 from fake_server import FakeServer
 
+from harness.client import Target
 from harness.scrape import Sample, Scraper, Series, parse_metrics, sample_of, wait_until_idle
 from harness.store import summarise_samples
 
@@ -105,7 +106,7 @@ def test_a_restart_shows_in_the_start_time_or_in_a_counter_that_fell() -> None:
 
 async def test_scraper_samples_at_entry_and_exit() -> None:
     async with FakeServer(metrics=PAGE) as server:
-        async with Scraper(server.url) as scraper:
+        async with Scraper(Target("a", server.url, "m")) as scraper:
             server.metrics = PAGE.replace(
                 'prefix_cache_hits_total{engine="0"} 0.0', "prefix_cache_hits_total 8"
             )
@@ -115,28 +116,29 @@ async def test_scraper_samples_at_entry_and_exit() -> None:
 async def test_waits_until_the_engine_is_idle() -> None:
     busy = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
     async with FakeServer(metrics=busy) as server:
-        waiting = asyncio.create_task(wait_until_idle(server.url, None, asyncio.Event()))
+        target = Target("a", server.url, "m")
+        waiting = asyncio.create_task(wait_until_idle(target, asyncio.Event()))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         server.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
         await asyncio.wait_for(waiting, 5)
 
         server.metrics = busy
-        await asyncio.wait_for(wait_until_idle(server.url, None, asyncio.Event(), limit_s=0.1), 5)
+        await asyncio.wait_for(wait_until_idle(target, asyncio.Event(), limit_s=0.1), 5)
         stop = asyncio.Event()
-        waiting = asyncio.create_task(wait_until_idle(server.url, None, stop))
+        waiting = asyncio.create_task(wait_until_idle(target, stop))
         await asyncio.sleep(0.2)
         stop.set()
         await asyncio.wait_for(waiting, 0.5)
 
         server.metrics = None
-        await asyncio.wait_for(wait_until_idle(server.url, None, asyncio.Event()), 0.5)
+        await asyncio.wait_for(wait_until_idle(target, asyncio.Event()), 0.5)
 
 
 async def test_a_server_without_metrics_gives_no_samples() -> None:
-    async with FakeServer() as server, Scraper(server.url) as scraper:
+    async with FakeServer() as server, Scraper(Target("a", server.url, "m")) as scraper:
         pass
     assert scraper.samples == []
-    async with Scraper(server.url) as scraper:  # by now it is gone
+    async with Scraper(Target("a", server.url, "m")) as scraper:  # by now it is gone
         pass
     assert scraper.samples == []

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from builders import manifest, small_trace
 from fake_server import FakeServer, Script
 
 from harness import sweep
 from harness.client import Target
+from harness.engines.endpoint import describe_server
 from harness.errors import UserError
 from harness.load import Progress
 from harness.progress import JsonEvents, ProgressLine
@@ -61,7 +63,7 @@ async def test_servers_of_others_are_asked_what_they_are_before_each_cell(tmp_pa
     store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
     asked = 0
 
-    async def describe(_: Target) -> dict[str, object]:
+    async def describe(_: Target, known: object) -> dict[str, object]:
         nonlocal asked
         asked += 1
         server.metrics = f"process_start_time_seconds {asked}\n"
@@ -77,6 +79,57 @@ async def test_servers_of_others_are_asked_what_they_are_before_each_cell(tmp_pa
     assert arm["launches"] == 2
     assert [cell["launch"] for cell in arm["cells"]] == ["1.0", "2.0"]
     assert "engine changed: digest differ" in arm["cells"][1]["invalid_reasons"][0]
+
+
+async def test_an_unanswered_question_is_no_other_engine(tmp_path: Path) -> None:
+    """One /metrics is refused before the first cell; two when the sweep is resumed."""
+
+    class Server(FakeServer):
+        asked = 0
+        refused: tuple[int, ...] = (4,)
+
+        async def _metrics(self, request: web.Request) -> web.Response:
+            self.asked += 1
+            return web.Response(status=503) if self.asked in self.refused else await super()._metrics(request)
+
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",), shared_cores=True), TRACE)
+    async with Server(metrics='vllm:cache_config_info{block_size="16"} 1.0\n') as server:
+        target = Target("a", server.url, "fake")
+        for rates in ((50.0, 100.0), (50.0, 100.0, 120.0)):
+            engines = {"a": await describe_server(target)}
+            assert await measure(
+                store, [target], TRACE, Plan(rates), engines=engines, describe=describe_server
+            )
+            server.asked, server.refused = 0, (1, 2)
+    cells = list(store.cells())
+    assert len(cells) == 3 and len({cell.facts["identity"] for cell in cells}) == 1
+
+
+async def test_a_server_started_anew_between_two_cells_is_warmed_up_again(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+
+    async def describe(_: Target, known: object) -> dict[str, object]:
+        server.metrics = f"process_start_time_seconds {100 + (len(server.bodies) > 1)}\n"
+        return {}
+
+    async with FakeServer(metrics="process_start_time_seconds 100\n") as server:
+        plan = Plan((50.0,), repeats=3)  # asked before the second cell, it says 101, as before the third
+        await measure(store, [Target("a", server.url, "fake")], TRACE, plan, describe=describe)
+    prompts = [list(request.prompt) for request in TRACE.requests]
+    assert [body["prompt"] in prompts for body in server.bodies] == [False, *[True] * 6, False, *[True] * 3]
+
+
+async def test_metrics_behind_an_api_key(tmp_path: Path) -> None:
+    class Guarded(FakeServer):
+        async def _metrics(self, request: web.Request) -> web.Response:
+            allowed = request.headers.get("Authorization") == "Bearer secret"
+            return await super()._metrics(request) if allowed else web.Response(status=401)
+
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
+    async with Guarded(metrics="vllm:num_requests_running 0\n") as server:
+        await measure(store, [Target("a", server.url, "fake", api_key="secret")], TRACE, Plan((50.0,)))
+    (arm,) = build_summary(store.manifest, list(store.cells()))["arms"]
+    assert arm["cells"][0]["unchecked"] == [] and arm["cells"][0]["metrics"]["requests_before"] == 0
 
 
 async def test_a_cell_that_begins_in_a_busy_engine_does_not_count(
@@ -250,7 +303,7 @@ def test_events_for_programs() -> None:
     stream = io.StringIO()
     with JsonEvents(stream) as show:
         show(Position(CellKey("tp2", 0.9, 0), 3, 8), Progress(12, 4, 8, 0, 24, 0.5, 3.0))
-        show(Position(CellKey("tp2", 0.9, 0), 3, 8), Progress(24, 0, 24, 0, 24, 0.5, 0.0))
+        show(Position(CellKey("tp2", 0.9, 0), 3, 8), Progress(24, 0, 24, 0, 24, 0.5, ended=True))
         show.tell("done", cells=8)
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["progress", "cell", "done"]
