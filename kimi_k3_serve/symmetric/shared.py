@@ -4,7 +4,7 @@
 import mmap
 import os
 import threading
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -26,29 +26,29 @@ def fence() -> None:
     private.acquire()
 
 
-def open_shared(nbytes: int, device: torch.device) -> int:
-    """Make this rank's file; its descriptor. Raises OSError.
+def open_shared(nbytes: int, device: torch.device) -> BinaryIO:
+    """Make this rank's file, which is gone when nobody holds it any more. Raises OSError.
 
     Anonymous memory files, which the ranks open through /proc: not bounded by the size of /dev/shm (64 MiB in a
     container, by default), and nothing is left behind however a process ends.
     """
-    descriptor = os.memfd_create("kimi-k3-symmetric")
-    os.ftruncate(descriptor, nbytes)
-    return descriptor
+    file = os.fdopen(os.memfd_create("kimi-k3-symmetric"), "r+b", buffering=0)
+    file.truncate(nbytes)
+    return file
 
 
-def join_shared(descriptor: int, group: Any) -> Region:
+def join_shared(file: BinaryIO, group: Any) -> Region:
     """Map every rank's file. Collective over `group` (any backend that moves Python objects).
 
     Raises:
         OSError: a rank's file cannot be opened from here, as from another process namespace.
     """
     try:
-        files = everyone(group, (os.getpid(), descriptor, os.fstat(descriptor).st_ino))
+        files = everyone(group, (os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino))
         peers = tuple(map_file(f"/proc/{pid}/fd/{opened}", inode) for pid, opened, inode in files)
     finally:
         dist.barrier(group)
-        os.close(descriptor)
+        file.close()
     return Region(dist.get_rank(group), peers)
 
 

@@ -82,6 +82,8 @@ def an_allocation_fails_on_one_rank(rank: int, world_size: int) -> None:
     assert not found.get().own.any()
     found = connect(64, dist.group.WORLD, CPU, ("first",))
     assert found.region is None and found.passed_over == f"first: {why}"
+    targets = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in targets if "kimi-k3" in path.name]  # what the other ranks opened is closed
 
 
 def a_rendezvous_fails_on_all_ranks(rank: int, world_size: int) -> None:
