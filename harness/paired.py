@@ -222,25 +222,27 @@ def resolved(estimate: PairedEstimate, noise_floor_s: float | None) -> bool:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Requests that missed a limit in one arm only, and how likely so uneven a split is by chance."""
+    """Requests that missed a limit more often in one arm, and how likely so uneven a split is by chance."""
 
-    only_first: int
-    only_other: int
+    more_first: int
+    more_other: int
     p: float
 
 
-def mcnemar(first: Mapping[tuple[int, str], bool], other: Mapping[tuple[int, str], bool]) -> McNemar:
-    """Exact McNemar test, two-sided, on requests of both arms; the values say whether each one missed.
+def mcnemar(first: Mapping[str, int], other: Mapping[str, int]) -> McNemar:
+    """Exact McNemar test, two-sided, on requests of both arms; the values say in how many repeats each one missed.
 
-    Takes requests as independent; a queue makes misses come together, so read a small p beside the interval.
+    A request counts once, for the arm in which it missed more often: asked again it meets the same neighbours, so
+    its repeats are no further requests. Takes requests as independent; a queue makes misses come together, so read a
+    small p beside the interval.
     """
     keys = first.keys() & other.keys()
-    only_first = sum(first[key] and not other[key] for key in keys)
-    only_other = sum(other[key] and not first[key] for key in keys)
-    discordant = only_first + only_other
+    more_first = sum(first[key] > other[key] for key in keys)
+    more_other = sum(other[key] > first[key] for key in keys)
+    discordant = more_first + more_other
     # Of n fair coins, at most the smaller count on one side, or on the other.
-    p = min(1.0, 2 * float(bdtr(min(only_first, only_other), discordant, 0.5))) if discordant else 1.0
-    return McNemar(only_first, only_other, p)
+    p = min(1.0, 2 * float(bdtr(min(more_first, more_other), discordant, 0.5))) if discordant else 1.0
+    return McNemar(more_first, more_other, p)
 
 
 # Highest passing rates

@@ -29,6 +29,11 @@ class Limits:
     rules: tuple["Rule", ...] = ()
     """Further limits, each for some of the requests."""
 
+    def __post_init__(self) -> None:
+        names = [rule.name for rule in self.rules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"two --limit share the name {twice}; give each its own")
+
     @classmethod
     def of(cls, first_s: float, second_s: float, rule: str, rules: Sequence["Rule"] = ()) -> "Limits":
         """`first_s` stands for the source's 15 s, `second_s` for its 25 s."""
@@ -78,10 +83,13 @@ class Rule:
         )
         return inside and self.limit_class in (None, limit_class)
 
-    def judge(self, ttft_s: Sequence[float]) -> "RuleVerdict":
-        """`ttft_s` of the requests that it covers; failures infinite."""
+    def judge(self, ttft_s: Sequence[float], repeats: int = 1) -> "RuleVerdict":
+        """`ttft_s` of the requests that it covers, each once in every repeat; failures infinite.
+
+        The same requests sent again are no larger sample: a percentile needs so many different ones.
+        """
         late, n = misses(ttft_s, self.threshold_s), len(ttft_s)
-        if not n or (self.percent < 100 and not supports(n, self.percent)):
+        if not n or (self.percent < 100 and not supports(n // repeats, self.percent)):
             return RuleVerdict(n, late, None)
         return RuleVerdict(n, late, 100 * (n - late) >= self.percent * n)
 

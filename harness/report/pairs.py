@@ -2,6 +2,7 @@
 """What a run says about the difference between its arms: pure functions of its valid cells."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -89,7 +90,7 @@ def _pair(
         "noise_floor_s": floor,
         "resolved": resolved(estimate, floor),
         "mcnemar": {
-            name: asdict(mcnemar(_missed(first, rate, valid, limit), _missed(other, rate, valid, limit)))
+            name: asdict(mcnemar(*_missed((first, other), rate, valid, limit)))
             for name, limit in limits.items()
         },
     }
@@ -101,13 +102,18 @@ def _waiting(arm: str, rate: float, valid: Sequence[Cell]) -> float:
     return fmean(waiting_share(cell.records) for cell in cells) if cells else 0.0
 
 
-def _missed(arm: str, rate: float, valid: Sequence[Cell], limit_s: float) -> dict[tuple[int, str], bool]:
-    return {
-        (cell.key.repeat, record.id): ttft_s(record) > limit_s
-        for cell in valid
-        if cell.key.arm == arm and cell.key.offered_qps == rate
-        for record in cell.records
-    }
+def _missed(
+    arms: tuple[str, str], rate: float, valid: Sequence[Cell], limit_s: float
+) -> tuple[Counter[str], Counter[str]]:
+    """For each arm in how many of the repeats that both have each request missed, 0 included."""
+    cells = {arm: [c for c in valid if c.key.arm == arm and c.key.offered_qps == rate] for arm in arms}
+    repeats = set.intersection(*({cell.key.repeat for cell in cells[arm]} for arm in arms))
+    found = {arm: Counter[str]() for arm in arms}
+    for arm in arms:
+        for cell in cells[arm]:
+            if cell.key.repeat in repeats:
+                found[arm].update({record.id: int(ttft_s(record) > limit_s) for record in cell.records})
+    return found[arms[0]], found[arms[1]]
 
 
 def paired_ttft(

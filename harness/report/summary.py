@@ -25,12 +25,11 @@ from harness.validity import (
     backlog_slope_rps,
     engine_changes,
     evidence_of,
-    invalid_reasons,
+    judge,
     slip_limit_s,
     slip_s,
     ttft_s,
     unchecked,
-    unstable,
     waited_s,
 )
 
@@ -79,7 +78,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
                 "kv_bytes": arm["kv_bytes"],
                 **_rate_verdicts([judged[cell.key] for cell in cells if cell.key.arm == arm["name"]], limits),
                 "rules": _rule_verdicts(
-                    [cell for cell in cells if cell.key.arm == arm["name"]], valid, rules
+                    [cell for cell in cells if cell.key.arm == arm["name"]], valid, unstable_keys, rules
                 ),
                 "launches": len({launch_of(cell) for cell in cells if cell.key.arm == arm["name"]}),
                 "fixed_cohort": _fixed_cohort(manifest["fixed_cohort"], cohort_rate, arm["name"], valid),
@@ -131,8 +130,8 @@ def summarise_cell(
     records, lag_ms = cell.records, cell.facts["loop_lag_ms"]["p99"]
     ttft = [ttft_s(record) for record in records]
     slip = slip_s(records)
-    reasons = invalid_reasons(evidence)
-    overloaded = unstable(reasons)
+    verdict = judge(evidence)
+    overloaded = verdict.unstable
     growth = backlog_growth(records)
     waits = kv_waits(cell.samples, records, kv_tokens)
     independent = independent_requests(records)
@@ -141,9 +140,9 @@ def summarise_cell(
         "offered_qps": cell.key.offered_qps,
         "repeat": cell.key.repeat,
         "launch": launch_of(cell),
-        "valid": not reasons,
+        "valid": verdict.valid,
         "unstable": overloaded,
-        "invalid_reasons": reasons,
+        "invalid_reasons": list(verdict.reasons),
         "unchecked": unchecked(evidence),
         "n": len(records),
         "failed": sum(record.status != OK for record in records),
@@ -292,9 +291,12 @@ def _rate_verdicts(judged: Sequence[Mapping[str, Any]], limits: Mapping[str, flo
 
 
 def _rule_verdicts(
-    cells: Sequence[Cell], valid: Sequence[Cell], rules: Sequence[Rule]
+    cells: Sequence[Cell], valid: Sequence[Cell], unstable_keys: Collection[CellKey], rules: Sequence[Rule]
 ) -> dict[str, dict[str, float | None]]:
-    """Highest passing and first failing rate of each rule, over all repeats of a rate together."""
+    """Highest passing and first failing rate of each rule, over all repeats of a rate together.
+
+    A rate whose requests are too few to tell neither passes nor fails.
+    """
     counted = {cell.key for cell in valid}
     rates = sorted({cell.key.offered_qps for cell in cells})
     found = {}
@@ -303,12 +305,14 @@ def _rule_verdicts(
         for rate in rates:
             mine = [cell for cell in cells if cell.key.offered_qps == rate]
             ttft = [ttft_s(r) for cell in mine for r in cell.records if _covers(rule, r)]
-            verdict = rule.judge(ttft)
+            verdict = rule.judge(ttft, repeats=len(mine))
             known = all(cell.key in counted for cell in mine) and verdict.holds is not None
-            verdicts.append(CellVerdict(rate, known, 0 if verdict.holds else verdict.misses))
+            overloaded = any(cell.key in unstable_keys for cell in mine)
+            verdicts.append(CellVerdict(rate, known, 0 if verdict.holds else verdict.misses, overloaded))
         found[rule.name] = {
             "highest_passing_qps": highest_passing(verdicts),
             "first_miss_qps": first_miss(verdicts),
+            "first_failing_qps": first_failing(verdicts),
         }
     return found
 

@@ -105,7 +105,7 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
             arm["name"],
             topology_text(arm["topology"]),
             _seconds(arm["fixed_cohort"]["ttft_p50_s"]),
-            *(_passing(arm, name) for name in LIMITS),
+            *(_passing(arm["highest_passing_qps"][name], arm["first_failing_qps"][name]) for name in LIMITS),
             *(_first_miss(arm, name) for name in LIMITS),
             _number(arm["at_load"]["tpot_p50_s"], ".1f", 1e3, " ms"),
             _seconds(arm["at_load"]["answer_p50_s"]),
@@ -197,15 +197,15 @@ def _kv_waits(waits: Mapping[str, int] | None) -> str:
 PAIRED_NOTE = (
     "Medians over requests of the same request's TTFT in two arms, over all pairs of launches. Intervals: 95 %, "
     "cohorts drawn in runs, launches as random effects. Resolved: the interval excludes 0 and the median is larger "
-    "than any between launches of one arm. McNemar: requests that missed the limit in one arm only, first arm / "
-    "other, and the exact two-sided p, which takes requests as independent."
+    "than any between launches of one arm. McNemar: requests that missed the limit in more repeats of one arm than "
+    "of the other, and the exact two-sided p, which takes requests as independent."
 )
 
 
 def paired_table(summary: Mapping[str, Any]) -> Table:
     """Median difference of the same request's TTFT, the later arm minus the first."""
     head = ["difference", "QPS", "pairs", "median TTFT difference s", "95 % interval s", "noise floor s"]
-    head += ["resolved", *(f"misses {name} s in one arm only" for name in LIMITS)]
+    head += ["resolved", *(f"missed {name} s more often: first / other" for name in LIMITS)]
     rows = [
         [
             f"{pair['arms'][1]} - {pair['arms'][0]}",
@@ -241,8 +241,8 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
         [
             text,
             arm["name"],
-            _rate(arm["rules"][name]["highest_passing_qps"]),
-            _rate(arm["rules"][name]["first_miss_qps"]),
+            _passing(arm["rules"][name]["highest_passing_qps"], arm["rules"][name]["first_failing_qps"]),
+            _rate(arm["rules"][name]["first_failing_qps"]),
         ]
         for name, text in summary["limit_rules"].items()
         for arm in summary["arms"]
@@ -377,7 +377,7 @@ def _between(interval: Mapping[str, float | None], form: str) -> str:
 
 
 def _mcnemar(test: Mapping[str, Any]) -> str:
-    return f"{test['only_first']} / {test['only_other']}, p {test['p']:.2g}"
+    return f"{test['more_first']} / {test['more_other']}, p {test['p']:.2g}"
 
 
 def _number(value: float | None, form: str, factor: float = 1.0, unit: str = "") -> str:
@@ -388,12 +388,11 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f} s"
 
 
-def _passing(arm: Mapping[str, Any], limit: str) -> str:
+def _passing(passed: float | None, failing: float | None) -> str:
     """A highest passing rate; `>=` where no higher one was shown not to pass."""
-    passed, bounded = arm["highest_passing_qps"][limit], arm["first_failing_qps"][limit] is not None
     if passed is None:
-        return "none" if bounded else "unknown"
-    return f"{'' if bounded else '>= '}{passed:g}"
+        return "unknown" if failing is None else "none"
+    return f"{'>= ' if failing is None else ''}{passed:g}"
 
 
 def _first_miss(arm: Mapping[str, Any], limit: str) -> str:

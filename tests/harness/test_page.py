@@ -16,7 +16,7 @@ from builders import cell_run, manifest, record, small_trace
 
 from harness.load import CellRun
 from harness.report import build_summary, write_report
-from harness.report.tables import INTERVAL_NOTE, markdown_report
+from harness.report.tables import INTERVAL_NOTE, markdown_report, rule_table
 from harness.report.verdict import findings, other_tokens
 from harness.sla import Rule
 from harness.store import CellKey, RunStore, new_arm
@@ -214,9 +214,49 @@ def test_limits_by_rule(tmp_path: Path) -> None:
     limits = manifest(TRACE)["limits"] | {"rules": rules}
     store = written(tmp_path, pair(0.05, 0.001), limits=limits)
     table = markdown_report(build_summary(store.manifest, list(store.cells())))
-    assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | tp8  | 1 " in table
+    assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | tp8  | >= 1 " in table
     assert "short: 90 % of requests of 0 to 20 prompt tokens within 0.34 s | dcp8 | none " in table
     assert "long: every request of 21 to 99 prompt tokens within 0.1 s " in table
+
+
+def test_a_request_that_misses_in_every_repeat_is_one_request(tmp_path: Path) -> None:
+    """Its limit is missed by r0000 in both repeats of tp8, by it in one and by r0001 in one of dcp8's; dcp8's third
+    repeat has none beside it."""
+
+    def missing(*late: int) -> CellRun:
+        run = run_of(0, 0.0)
+        records = [
+            replace(r, first_token_s=r.due_s + 0.9) if index in late else r
+            for index, r in enumerate(run.records)
+        ]
+        return replace(run, records=records)
+
+    late = {("tp8", 0): (0,), ("tp8", 1): (0,), ("dcp8", 0): (0,), ("dcp8", 1): (1,), ("dcp8", 2): (2, 3, 4)}
+    cells = {CellKey(arm, 1.0, repeat): missing(*found) for (arm, repeat), found in late.items()}
+    limits = manifest(TRACE)["limits"] | {"applied": {"15": 0.8, "25": 2.0}}
+    store = written(tmp_path, cells, limits=limits)
+    (found,) = build_summary(store.manifest, list(store.cells()))["paired"]
+    assert found["mcnemar"]["15"] == {"more_first": 1, "more_other": 1, "p": 1.0}
+    assert found["mcnemar"]["25"]["p"] == 1.0
+
+
+def rules_told(folder: Path, cells: dict[CellKey, CellRun], *rules: str) -> dict[str, list[str]]:
+    """Of each rule what its table says of tp8: highest passing and first failing rate."""
+    limits = manifest(TRACE)["limits"] | {"rules": [vars(Rule.parse(rule)) for rule in rules]}
+    store = written(folder, cells, limits=limits)
+    rows = rule_table(build_summary(store.manifest, list(store.cells()))).rows
+    return {text.partition(":")[0]: list(told) for text, arm, *told in rows if arm == "tp8"}
+
+
+def test_a_rule_that_too_few_requests_can_tell_is_unknown(tmp_path: Path) -> None:
+    """P99 needs 200 requests, and 72 sent four times are 72; "none" would read as passing nowhere."""
+    told = rules_told(tmp_path, pair(0.05, 0.0), "tail=1@p99", "most=1@p95", "never=0.1")
+    assert told == {"tail": ["unknown", "none"], "most": [">= 1", "none"], "never": ["none", "1"]}
+
+
+def test_an_unstable_cell_bounds_a_rule_as_well(tmp_path: Path) -> None:
+    cells = {CellKey("tp8", 1.0, 0): run_of(0, 0.0), CellKey("tp8", 2.0, 0): run_of(1, 0.0, grow_s=1.5)}
+    assert rules_told(tmp_path, cells, "all=200") == {"all": ["1", "2"]}
 
 
 def test_an_interval_of_a_cell_counts_requests_that_wait_for_one_another_as_fewer(tmp_path: Path) -> None:

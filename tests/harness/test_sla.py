@@ -96,5 +96,12 @@ def test_a_percentile_rule_allows_its_share_and_needs_its_sample() -> None:
     assert rule.judge([0.5] * 18 + [2.0] * 2) == RuleVerdict(20, 2, True)
     assert rule.judge([0.5] * 17 + [math.inf] * 3) == RuleVerdict(20, 3, False)
     assert rule.judge([0.5] * 19).holds is None  # P90 needs 20
+    assert rule.judge([0.5] * 38, repeats=2).holds is None  # different ones
     assert Rule("r", 1.0).judge([0.5, 1.5]) == RuleVerdict(2, 1, False)
     assert Rule("r", 1.0).judge([]).holds is None
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    rules = (Rule("short", 1.0), Rule("long", 2.0), Rule("short", 3.0))
+    with pytest.raises(UserError, match="two --limit share the name short"):
+        Limits({"15": 1.0, "25": 2.0}, "rule", rules)
