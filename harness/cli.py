@@ -10,6 +10,7 @@ from pathlib import Path
 from harness import bench, calibrate, compare, parity_cli, run_cli, trace_cli
 from harness.errors import UserError
 from harness.report import write_report
+from harness.steps import put
 from harness.store import RunStore
 
 OPEN_FILES = 65536
@@ -21,15 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     _allow_open_files()
     try:
         arguments.run(arguments)
+        sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        put(sys.stderr, f"error: {error}\n")
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; what was measured so far is kept", file=sys.stderr)
+        put(sys.stderr, f"error: {where}{error.strerror or error}; what was measured so far is kept\n")
         return 2
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        put(sys.stderr, "error: interrupted\n")
         return 2
     return 0
 

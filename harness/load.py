@@ -88,6 +88,7 @@ class Progress:
     """How far a cell is: requests sent, still running, done (failures included), failed, in the trace.
 
     `ttft_p50_s` is that of the requests answered so far; `schedule_left_s` the time until the last one is due.
+    `ended`: the cell has, and is kept.
     """
 
     sent: int
@@ -97,6 +98,7 @@ class Progress:
     total: int
     ttft_p50_s: float | None = None
     schedule_left_s: float = 0.0
+    ended: bool = False
 
 
 async def run_cell(
@@ -247,16 +249,26 @@ async def _report_progress(
 
 
 def _progress(sends: Sequence[asyncio.Task[RequestRecord]], due: Sequence[float], now: float) -> Progress:
-    ended = [task.result() for task in sends if _returned(task)]
-    answered = [r.first_token_s - r.due_s for r in ended if r.status == OK and r.first_token_s is not None]
+    done = [task.result() for task in sends if _returned(task)]
+    return _state(done, len(sends), len(due), schedule_left_s=max(0.0, due[-1] - now))
+
+
+def progress_at_end(run: CellRun) -> Progress:
+    """The last state of a cell, cut short or not."""
+    sent = [record for record in run.records if record.dispatched_s is not None]
+    return _state(sent, len(sent), len(run.records), ended=True)
+
+
+def _state(done: Sequence[RequestRecord], sent: int, total: int, **more: Any) -> Progress:
+    answered = [r.first_token_s - r.due_s for r in done if r.status == OK and r.first_token_s is not None]
     return Progress(
-        sent=len(sends),
-        running=len(sends) - len(ended),
-        done=len(ended),
-        failed=sum(record.status != OK for record in ended),
-        total=len(due),
+        sent=sent,
+        running=sent - len(done),
+        done=len(done),
+        failed=sum(record.status != OK for record in done),
+        total=total,
         ttft_p50_s=median(answered) if answered else None,
-        schedule_left_s=max(0.0, due[-1] - now),
+        **more,
     )
 
 

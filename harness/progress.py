@@ -4,15 +4,13 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from harness.course import Plan, planned_rates, walk_seconds
 from harness.load import Progress
+from harness.steps import Lines, put
 from harness.sweep import FIRST_TAIL_S, Position
-
-PLAIN_INTERVAL_S = 5.0
 
 
 class JsonEvents:
@@ -28,43 +26,27 @@ class JsonEvents:
         pass
 
     def __call__(self, position: Position, progress: Progress) -> None:
-        event = "cell" if progress.done == progress.total else "progress"
+        event = "cell" if progress.ended else "progress"
         self.tell(event, **asdict(position.key), index=position.index, of=position.total, **asdict(progress))
 
     def tell(self, event: str, **facts: Any) -> None:
-        self._write({"event": event, "unix_s": time.time(), **facts})
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        put(self._stream, json.dumps({"event": event, "unix_s": time.time(), **facts}) + "\n")
 
 
 class ProgressLine:
     """Rewrites one line a second on a terminal; elsewhere prints one every 5 s and at each cell's end."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._printed_at = 0.0
-        self._open = False  # a line on the terminal has not been ended yet
+        self._lines = Lines(stream)
 
     def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._open:
-            self._stream.write("\n")
+        self._lines.end()
 
     def __call__(self, position: Position, progress: Progress) -> None:
-        line = progress_line(position, progress)
-        ended = progress.done == progress.total
-        if self._terminal:
-            self._stream.write(f"\r\x1b[K{line}" + ("\n" if ended else ""))
-            self._open = not ended
-        elif ended or time.monotonic() - self._printed_at >= PLAIN_INTERVAL_S:
-            self._stream.write(line + "\n")
-            self._printed_at = time.monotonic()
-        self._stream.flush()
+        self._lines.state(progress_line(position, progress), last=progress.ended)
 
 
 def display(stream: TextIO, *, json: bool) -> JsonEvents | ProgressLine:
@@ -105,7 +87,7 @@ def plan_text(plan: Plan, arms: int, span: float) -> str:
 
 def tell_plan(plan: Plan, arms: int, span: float, stream: TextIO, *, json: bool) -> None:
     """For people always, for programs with `json`."""
-    print(plan_text(plan, arms, span), file=stream, flush=True)
+    put(stream, plan_text(plan, arms, span) + "\n")
     if json:
         JsonEvents(sys.stdout).tell("plan", **plan_facts(plan, arms, span))
 

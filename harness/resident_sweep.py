@@ -185,7 +185,9 @@ class ResidentSweep:
 
     def _kill_in_the_middle(self, key: CellKey, progress: Progress) -> None:
         """The rehearsal of a death that was asked for, when half of a cell's requests are sent."""
-        in_the_middle = 2 * progress.sent >= progress.total and progress.done < progress.total
+        in_the_middle = (
+            2 * progress.sent >= progress.total and progress.done < progress.total and not progress.ended
+        )
         if key.arm == self._kill and in_the_middle and not self._killed:
             self._killed = True
             pid = self._fleet.kill_worker(key.arm)

@@ -23,6 +23,7 @@ from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
 from harness.signals import on_ending
 from harness.sla import GIVEN, Limits, Rule
+from harness.steps import put
 from harness.store import RunStore, new_arm, new_manifest
 from harness.sweep import measure
 from harness.trace import Trace, load_trace
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
         finally:
             report = write_report(store)
             if not arguments.json:
-                print(report, end="")
+                put(sys.stdout, report)
     except asyncio.CancelledError:
         raise UserError("interrupted before the first cell; nothing was measured") from None
     kept = sum(1 for _ in store.cells())
@@ -148,7 +149,7 @@ async def _measure(
             manifest = store.manifest
             calibrate.keep(manifest, await calibrating)
             store.write_manifest(manifest)
-            print(calibrate.error_bar(manifest["client_calibration"]), file=sys.stderr)
+            put(sys.stderr, calibrate.error_bar(manifest["client_calibration"]) + "\n")
 
     with display(sys.stderr, json=arguments.json) as progress:
         return await measure(

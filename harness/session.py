@@ -12,6 +12,7 @@ from harness.errors import UserError
 from harness.progress import JsonEvents
 from harness.report import write_report
 from harness.signals import on_ending
+from harness.steps import put
 from harness.store import RunStore
 
 
@@ -39,11 +40,11 @@ def carry_out(run: Run, out: Path, *, json: bool = False) -> None:
         if run.store:
             report = write_report(run.store)
             if not json:
-                print(report, end="")
+                put(sys.stdout, report)
     if json and run.store:
         JsonEvents(sys.stdout).tell("done", dir=str(out), cells=sum(1 for _ in run.store.cells()))
     else:
-        print(f"\nresults are in {out}")
+        put(sys.stdout, f"\nresults are in {out}\n")
 
 
 async def _until_done_or_interrupted(run: Run) -> None:

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from fake_server import FakeServer, Script
 from harness.cli import main
 from harness.errors import UserError
 from harness.options import parse_arm, parse_limits, parse_rates
+from harness.store import RunStore
 from harness.trace import load_trace, save_trace
 
 LENGTHS = "--min-tokens 4 --max-tokens 40 --output-tokens 4 --vocab-size 100"
@@ -164,6 +166,30 @@ async def test_a_signal_in_the_middle_of_a_cell_finishes_the_report(
     assert main(["report", str(out)]) == 0
 
 
+@pytest.mark.parametrize(("number", "words"), [(1, "--json"), (2, "")])
+async def test_who_listens_may_leave(tmp_path: Path, trace_file: Path, number: int, words: str) -> None:
+    """`run --json | head -1`, a terminal that is closed, a log on a full disk: every cell is kept."""
+    out = tmp_path / "out"
+    ours, theirs = os.pipe()
+    argv = f"run --skip-calibration --trace {trace_file} --rates 4 --out {out} {words}"
+    async with FakeServer() as server:
+        others = {1: asyncio.subprocess.PIPE, 2: asyncio.subprocess.PIPE, number: theirs}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "harness", *argv.split(), "--arm", f"a={server.url}"),
+            stdout=others[1],
+            stderr=others[2],
+        )
+        os.close(theirs)
+        with open(ours, "rb") as stream:
+            assert b"plan" in await asyncio.to_thread(stream.readline)
+        heard = b"".join(filter(None, await process.communicate())).decode()
+    assert process.returncode == 0
+    assert "Traceback" not in heard and "ignored" not in heard
+    (cell,) = RunStore.open(out).cells()
+    assert {record.status for record in cell.records} == {"ok"}
+    assert (out / "summary.json").exists()
+
+
 async def test_a_server_that_refuses(tmp_path: Path, trace_file: Path) -> None:
     out = tmp_path / "out"
     async with FakeServer(
@@ -184,6 +210,7 @@ async def test_a_server_that_refuses(tmp_path: Path, trace_file: Path) -> None:
     assert "HTTP 400: too long" in error_line(code, err)
     assert "# Result" in text
     assert len(json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]) == 2
+    assert "cell 2/2 a @ 40 QPS" in err  # cut short, it ends all the same
 
 
 async def test_a_run_that_answers_nothing_is_no_success(tmp_path: Path, trace_file: Path) -> None:
