@@ -7,7 +7,6 @@ collective  all-gather of the cached bytes, between two launches that take rows 
 stock       vLLM's own text, untouched
 """
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import Layout
 from kimi_k3_serve.publish.publisher import PrefillKV, Publisher, objection
 from kimi_k3_serve.symmetric.agreement import require_alike
+from kimi_k3_serve.symmetric.deadline import limit_s
 from kimi_k3_serve.symmetric.transport import PREFERENCE, Connection, connect
 
 SWITCH = "KIMI_K3_PREFILL_KV"
@@ -67,15 +67,8 @@ def asked(device_type: str) -> str:
 
 
 def timeout_s() -> float:
-    """How long a wait may last, seconds. Raises PrefillKVError where it is no positive number."""
-    text = os.environ.get(TIMEOUT, "300")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (math.isfinite(value) and value > 0):
-        raise PrefillKVError(f"{TIMEOUT}={text!r} is not a positive number of seconds")
-    return value
+    """How long a wait may last, seconds; 0: for ever. Raises UserError where it is no such number."""
+    return limit_s(TIMEOUT, 300.0)
 
 
 def select(

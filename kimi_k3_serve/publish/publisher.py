@@ -60,7 +60,7 @@ class Publisher:
     Args:
         region: at least `Layout.nbytes` on every rank.
         implementation: "triton" (GPU, or the interpreter) or "torch" (host memory).
-        timeout_s: how long a wait may last.
+        timeout_s: how long a wait may last; 0: for ever.
         model_dtype: of scaled rows.
 
     Raises:

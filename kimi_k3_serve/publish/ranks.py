@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's side of the protocol: push rows and signal, then wait. In Triton, and in PyTorch for the CPU."""
 
+import math
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -120,7 +121,7 @@ class TorchRank:
     def wait(self, slot: int, ubatch: int) -> None:
         epoch = self.epochs[ubatch]
         signals = self.signals(self.region.peers[self.region.rank], slot, ubatch).numpy()
-        deadline, polls = time.monotonic() + self.timeout_s, 0
+        deadline, polls = time.monotonic() + (self.timeout_s or math.inf), 0
         while (signals < epoch).any():
             polls += 1
             # Ranks may share a core: give it away at once, and for longer when the wait is long.
@@ -162,7 +163,7 @@ class TritonRank:
 
     Args:
         region: `layout.nbytes` on every rank, zeroed; `device` is its memory's.
-        timeout_s: how long a wait may last.
+        timeout_s: how long a wait may last; 0: for ever.
     """
 
     def __init__(self, region: Region, layout: Layout, timeout_s: float, device: torch.device) -> None:
