@@ -192,7 +192,11 @@ def keep(manifest: dict[str, Any], point: Mapping[str, Any]) -> None:
     known = manifest.get("client_calibration")
     points = manifest.setdefault("client_calibrations", [known] if known else [])
     points.append(dict(point))
-    manifest["client_calibration"] = max(points, key=lambda each: each["error_ms"]["p95"])
+    manifest["client_calibration"] = worst(points)
+
+
+def worst(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(points, key=lambda each: float(each["error_ms"]["p95"]))
 
 
 def error_bar(point: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 """`python -m harness compare RUN RUN`: two runs of the same trace side by side.
 
 Both runs' cells are judged by the limits of the first run, as if they were arms of one run: TTFT is recorded,
-limits are not. Every arm is compared with the first run's first one; `--arm` leaves one arm of each run. Nothing is
-written into either run.
+limits are not. Whether a cell counts is judged by what its own run declared. Every arm is compared with the first
+run's first one; `--arm` leaves one arm of each run. Nothing is written into either run.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness import calibrate
 from harness.errors import UserError
 from harness.files import write_bytes
 from harness.report.page import page
@@ -19,6 +20,9 @@ from harness.report.plots import drawn_plots
 from harness.report.summary import build_summary
 from harness.report.tables import markdown_report
 from harness.store import Cell, CellKey, RunStore
+
+DECLARED = ("shared_cores", "no_preemption")
+"""What a run says of itself, by which its cells are judged."""
 
 
 def require_same_trace(first: RunStore, second: RunStore) -> None:
@@ -43,12 +47,20 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
         if arm is not None and arm not in names:
             raise UserError(f"{store.path} has no arm {arm}; it has {', '.join(names)}")
         wanted = [a for a in manifest["arms"] if arm in (None, a["name"])]
-        arms += [{**a, "name": f"{label}:{a['name']}"} for a in wanted]
+        declared = {name: manifest.get(name, False) for name in DECLARED}
+        arms += [{**a, "name": f"{label}:{a['name']}", "declared": declared} for a in wanted]
         kept = {a["name"] for a in wanted}
         cells += [_relabelled(cell, label) for cell in store.cells() if cell.key.arm in kept]
     refused = [m["parity"] for m in manifests if m.get("parity") and not m["parity"]["ok"]]
     parity = refused[0] if refused else None  # what one run refused is no result beside another run either
-    return {**manifests[0], "arms": arms, "notes": _notes(manifests, labels), "parity": parity}, cells
+    points = [m["client_calibration"] for m in manifests if m.get("client_calibration")]
+    return {
+        **manifests[0],
+        "arms": arms,
+        "notes": _notes(manifests, labels),
+        "parity": parity,
+        "client_calibration": calibrate.worst(points) if points else None,
+    }, cells
 
 
 def _labels(first: Path, second: Path) -> tuple[str, str]:
@@ -66,12 +78,17 @@ def _notes(manifests: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> lis
     notes = [
         "These arms come from two runs: what changed on the machine between them is in every difference."
     ]
-    for what in ("host", "packages", "harness_version"):
-        if manifests[0][what] != manifests[1][what]:
-            notes.append(f"The runs differ in {what}: {_changed(manifests[0][what], manifests[1][what])}.")
-    if manifests[0]["limits"]["applied"] != manifests[1]["limits"]["applied"]:
+    for what in ("host", "packages", "harness_version", "code_sha256", "timeouts", *DECLARED):
+        values = [manifest.get(what, False if what in DECLARED else "not recorded") for manifest in manifests]
+        if values[0] != values[1]:
+            own = "; each one's cells are judged by its own" if what in DECLARED else ""
+            notes.append(f"The runs differ in {what}: {_changed(*values)}{own}.")
+    limits = [{name: m["limits"].get(name, []) for name in ("applied", "rules")} for m in manifests]
+    if limits[0] != limits[1]:
         notes.append(f"The runs applied different limits; here those of {labels[0]} hold for both.")
     for manifest, label in zip(manifests, labels, strict=True):
+        if not manifest.get("client_calibration"):
+            notes.append(f"The client's own error was not measured in {label}.")
         parity = manifest.get("parity")
         state = "not checked" if parity is None else "passed" if parity["ok"] else parity["refusal"]
         notes.append(f"Parity within {label}: {state}.")
@@ -79,7 +96,7 @@ def _notes(manifests: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> lis
 
 
 def _changed(first: Any, second: Any) -> str:
-    if not isinstance(first, dict):
+    if not (isinstance(first, dict) and isinstance(second, dict)):
         return f"{first} and {second}"
     names = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
     return ", ".join(f"{name} {first.get(name)} and {second.get(name)}" for name in sorted(names))

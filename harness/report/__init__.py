@@ -7,8 +7,9 @@ from harness.files import write_bytes, write_json
 from harness.report.page import page
 from harness.report.pairs import paired_ttft
 from harness.report.plots import drawn_plots, valid_cells, write_plots
+from harness.report.sheets import cells_csv, paired_csv
 from harness.report.summary import build_summary
-from harness.report.tables import cells_csv, markdown_report, paired_csv
+from harness.report.tables import markdown_report
 from harness.signals import deferred
 from harness.store import RunStore
 

@@ -76,6 +76,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
                 "topology": arm["topology"],
                 "kv_tokens": arm["kv_tokens"],
                 "kv_bytes": arm["kv_bytes"],
+                "shared_cores": arm.get("declared", manifest)["shared_cores"],
                 **_rate_verdicts([judged[cell.key] for cell in cells if cell.key.arm == arm["name"]], limits),
                 "rules": _rule_verdicts(
                     [cell for cell in cells if cell.key.arm == arm["name"]], valid, unstable_keys, rules
@@ -101,13 +102,14 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
 def _evidence(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:
     """What each cell is judged by, by its key."""
     found: dict[CellKey, Evidence] = {}
+    declared = {arm["name"]: {**manifest, **arm.get("declared", {})} for arm in manifest["arms"]}
     for arm in {cell.key.arm for cell in cells}:
         mine = sorted(
             (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
         )
         changes = engine_changes([cell.facts["engine"] for cell in mine])
         found |= {
-            cell.key: evidence_of(manifest, cell.facts, cell.records, change)
+            cell.key: evidence_of(declared[arm], cell.facts, cell.records, change)
             for cell, change in zip(mine, changes, strict=True)
         }
     return found

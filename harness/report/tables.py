@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a run, as Markdown, HTML and CSV. Pure functions of summary.json."""
+"""The tables of a run, as Markdown and HTML. Pure functions of summary.json."""
 
-import csv
 import html
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +71,7 @@ def basis(summary: Mapping[str, Any]) -> str:
     return (
         f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}.{arrivals} Limits on TTFT: {limits} "
         f"({summary['limits_rule']}). TTFT counts from the time at which the request was due; a failed "
-        "request is a miss. " + _client_rule(summary["shared_cores"])
+        "request is a miss. " + _client_rule(summary)
     )
 
 
@@ -181,7 +179,7 @@ def engine_table(summary: Mapping[str, Any]) -> Table:
     counters = ("preemptions_delta", "prefix_hits_delta")
     rows = [
         [arm["name"], f"{cell['offered_qps']:g}", str(cell["repeat"])]
-        + [_number(cell["metrics"][name], ".3g") for name in columns + counters]
+        + [_number(cell["metrics"].get(name), ".3g") for name in columns + counters]
         + [_kv_waits(cell["kv_waits"])]
         for arm, cell in each_cell(summary)
     ]
@@ -250,64 +248,6 @@ def rule_table(summary: Mapping[str, Any]) -> Table:
     return Table(["limit", "arm", "highest passing QPS", "first failing QPS"], rows)
 
 
-def cells_csv(summary: Mapping[str, Any]) -> str:
-    """One line a cell for a spreadsheet; empty where there is no number."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    metrics = ["running_max", "waiting_max", "waiting_capacity_mean", "waiting_capacity_max", "kv_usage_max"]
-    metrics += ["preemptions_delta"]
-    writer.writerow(
-        [
-            "arm",
-            "offered_qps",
-            "repeat",
-            "n",
-            "failed",
-            "achieved_qps",
-            "ttft_p50_s",
-            "ttft_p90_s",
-            "ttft_p99_s",
-            "tpot_p50_s",
-            "answer_p50_s",
-        ]
-        + [f"miss_{name}" for name in LIMITS]
-        + [f"limit_{name}_applied_s" for name in LIMITS]
-        + ["scale", "trace_sha256"]
-        + ["slip_p99_ms", "loop_lag_p99_ms", "backlog_slope_rps", *metrics, "valid", "invalid_reasons"]
-    )
-    for arm, cell in each_cell(summary):
-        writer.writerow(
-            [
-                arm["name"],
-                cell["offered_qps"],
-                cell["repeat"],
-                cell["n"],
-                cell["failed"],
-                cell["achieved_qps"],
-            ]
-            + [cell["ttft_s"][f"p{percent}"] for percent in (50, 90, 99)]
-            + [cell["tpot_s"]["p50"], cell["answer_s"]["p50"]]
-            + [cell["miss"][name] for name in LIMITS]
-            + [summary["limits"][name] for name in LIMITS]
-            + [summary["scale"], summary["trace_sha256"]]
-            + [cell["slip_p99_ms"], cell["loop_lag_p99_ms"], cell["backlog_slope_rps"]]
-            + [cell["metrics"][name] for name in metrics]
-            + [str(cell["valid"]).lower(), "; ".join(cell["invalid_reasons"])]
-        )
-    return out.getvalue()
-
-
-def paired_csv(pairs: Iterable[Sequence[Any]]) -> str:
-    """One line for each request of each comparison; see `paired_rows`."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["first", "other", "offered_qps", "repeat", "id", "prompt_tokens", "ttft_first_s", "ttft_other_s"]
-    )
-    writer.writerows(pairs)
-    return out.getvalue()
-
-
 def topology_text(topology: Mapping[str, int] | None) -> str:
     """`TP2 DCP2`; sizes of 1 are left out, except that TP is always named."""
     if topology is None:
@@ -335,10 +275,19 @@ def each_cell(summary: Mapping[str, Any]) -> Iterable[tuple[Mapping[str, Any], M
     return ((arm, cell) for arm in summary["arms"] for cell in arm["cells"])
 
 
-def _client_rule(shared_cores: bool) -> str:
-    bound = "max(50 ms, 5 %)" if shared_cores else "max(10 ms, 1 %)"
-    where = "shares its cores with the engine" if shared_cores else "has its own cores"
-    return f"The client {where}: its slip and loop lag P99 must stay under {bound} of the median TTFT."
+def _client_rule(summary: Mapping[str, Any]) -> str:
+    """One sentence; where arms of two runs stand together and differ in it, one for each kind."""
+    shared = {arm["name"]: arm["shared_cores"] for arm in summary["arms"]}
+    kinds = sorted({*shared.values()}) or [summary["shared_cores"]]
+    sentences = []
+    for kind in kinds:
+        of = f" of {', '.join(name for name in shared if shared[name] == kind)}" if len(kinds) > 1 else ""
+        bound = "max(50 ms, 5 %)" if kind else "max(10 ms, 1 %)"
+        where = "shares its cores with the engine" if kind else "has its own cores"
+        sentences.append(
+            f"The client{of} {where}: its slip and loop lag P99 must stay under {bound} of the median TTFT."
+        )
+    return " ".join(sentences)
 
 
 def fixed_cohort_note(summary: Mapping[str, Any]) -> str:

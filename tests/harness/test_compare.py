@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from harness.trace import Trace
 TRACE = small_trace()
 
 
-def run(path: Path, shift_s: float, trace: Trace = TRACE, **changes: object) -> str:
+def run(path: Path, shift_s: float, trace: Trace = TRACE, slip_s: float = 0.001, **changes: object) -> str:
     store = RunStore.create(path, manifest(trace, **changes), trace)  # type: ignore[arg-type]
     for arm, own_s in (("tp2", 0.0), ("dcp2", 0.2)):
         cell = cell_run([0.5 + shift_s + own_s] * 6)
+        cell = replace(cell, records=[replace(r, dispatched_s=r.due_s + slip_s) for r in cell.records])
         store.write_cell(CellKey(arm, 1.0, 0), cell, trace_sha256=trace.sha256, cache_salt="s")
     return str(path)
 
@@ -74,3 +76,33 @@ def test_a_run_that_parity_refused_is_no_result_beside_another(
     assert main(["compare", run(tmp_path / "a", 0.0), broken]) == 0
     printed = capsys.readouterr().out
     assert "**parity refused: prompt p0**" in printed and "highest passing QPS" not in printed
+
+
+def test_each_run_is_judged_by_what_it_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client 40 ms late counts where the run declared shared cores, whichever run stands first."""
+    shared = run(tmp_path / "shared", 0.0, slip_s=0.04, shared_cores=True)
+    own = run(tmp_path / "own", 0.0, slip_s=0.04)
+    for folders in ((shared, own), (own, shared)):
+        assert main(["compare", *folders, "--arm", "tp2"]) == 0
+        printed = capsys.readouterr().out
+        assert "1 of 2 cells do not count (own:tp2 at 1 QPS" in printed
+        assert "The client of shared:tp2 shares its cores with the engine" in printed
+        assert "The client of own:tp2 has its own cores" in printed
+        assert "differ in shared_cores" in printed and "each one's cells are judged by its own" in printed
+
+
+def test_the_worse_error_bar_holds_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def bar(p95: float) -> dict[str, object]:
+        error = {"p50": 0.1, "p95": p95, "max": 2.0}
+        return {"error_ms": error, "n": 40, "body_bytes": 1e4, "offered_qps": 20.0}
+
+    good = run(tmp_path / "good", 0.0, client_calibration=bar(0.2), code_sha256="a")
+    bad = run(tmp_path / "bad", 0.0, client_calibration=bar(1.5), code_sha256="b")
+    none = run(tmp_path / "none", 0.0)
+    for folders in ((good, bad), (bad, good)):
+        assert main(["compare", *folders]) == 0
+        printed = capsys.readouterr().out
+        assert "P95 1.50 ms" in printed and "P95 0.20" not in printed and "differ in code_sha256" in printed
+    assert main(["compare", good, none]) == 0
+    printed = capsys.readouterr().out
+    assert "P95 0.20 ms" in printed and "The client's own error was not measured in none." in printed
