@@ -47,11 +47,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the course needs to know of a measured cell; `misses` by limit."""
+    """What the course needs to know of a measured cell; `misses` by limit. See `validity.Verdict`."""
 
     unstable: bool
     valid: bool
     misses: Mapping[str, int]
+    spoiled: bool = False
 
 
 def cell_order(plan: Plan, arms: Sequence[str]) -> list[CellKey]:
@@ -91,18 +92,20 @@ def bisected(arms: Sequence[str], outcomes: Mapping[CellKey, Outcome], step: flo
 
     A boundary lies between an arm's highest passing rate and the next rate that it was tested at, which is one
     that it did not pass. 1 passes, 1.5 misses, step 0.025: 1.25 is next. Below the lowest tested rate nothing
-    is searched.
+    is searched. A spoiled cell neither passes nor bounds; a boundary that it halves stays open until somebody
+    resumes the run.
     """
     widest: tuple[float, float] | None = None
     limits = sorted({name for outcome in outcomes.values() for name in outcome.misses})
     for arm in arms:
-        tested = sorted({key.offered_qps for key in outcomes if key.arm == arm})
+        mine = {key: outcome for key, outcome in outcomes.items() if key.arm == arm}
+        tested = sorted({key.offered_qps for key, outcome in mine.items() if not outcome.spoiled})
         for limit in limits:
             passing = highest_passing(
                 [
                     CellVerdict(key.offered_qps, outcome.valid, outcome.misses.get(limit, 0))
-                    for key, outcome in outcomes.items()
-                    if key.arm == arm
+                    for key, outcome in mine.items()
+                    if not outcome.spoiled
                 ]
             )
             above = [rate for rate in tested if passing is not None and rate > passing]
@@ -110,7 +113,8 @@ def bisected(arms: Sequence[str], outcomes: Mapping[CellKey, Outcome], step: flo
                 continue
             middle = step * round((passing + above[0]) / 2 / step)
             middle = float(f"{middle:.6g}")
-            if passing < middle < above[0] and (widest is None or above[0] - passing > widest[0]):
+            is_open = passing < middle < above[0] and middle not in {key.offered_qps for key in mine}
+            if is_open and (widest is None or above[0] - passing > widest[0]):
                 widest = above[0] - passing, middle
     return widest[1] if widest else None
 

@@ -15,6 +15,7 @@ from harness.client import Target
 from harness.connection import auth, tls_context
 
 INTERVAL_S = 1.0
+LAST_LOOKS = 3
 ANSWER_TIMEOUT_S = 2.0
 
 _SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?$")
@@ -128,8 +129,18 @@ class Scraper:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        await self._scrape()
+        await self._last_look()
         await self._session.close()
+
+    async def _last_look(self) -> None:
+        """Repeated where an engine that answered before does not: a cell without it does not count."""
+        known = len(self.samples)
+        await self._scrape()
+        for _ in range(LAST_LOOKS - 1 if known else 0):
+            if len(self.samples) > known:
+                return
+            await asyncio.sleep(INTERVAL_S)
+            await self._scrape()
 
     async def _repeat(self) -> None:
         while True:

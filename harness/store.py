@@ -212,7 +212,7 @@ class RunStore:
             "launch": launch,
             "identity": identity,
             "prefix_cache_reset": prefix_cache_reset,
-            "metrics": summarise_samples(samples, run.started_unix_s),
+            "metrics": summarise_samples(samples, run.started_unix_s, _ended_unix_s(run)),
         }
         write_json(self._cells / f"{key}.json", facts)
 
@@ -318,10 +318,19 @@ def new_arm(
     }
 
 
-def summarise_samples(samples: Sequence[Sample], began_unix_s: float = -math.inf) -> dict[str, Any]:
+def _ended_unix_s(run: CellRun) -> float:
+    """When its last request ended."""
+    ended = (record.done_s for record in run.records if record.done_s is not None)
+    return run.started_unix_s + max(ended, default=0.0)
+
+
+def summarise_samples(
+    samples: Sequence[Sample], began_unix_s: float = -math.inf, ended_unix_s: float = -math.inf
+) -> dict[str, Any]:
     """What a cell's metrics come to: rises of counters, maxima of gauges; None for what was not exported.
 
-    `requests_before`: how many were in the engine before the cell began.
+    `requests_before`: how many were in the engine before the cell began. `answered_at_end`: whether an engine that
+    exports metrics still did after the cell's last request had ended.
     """
 
     def values(name: str) -> list[float]:
@@ -349,6 +358,7 @@ def summarise_samples(samples: Sequence[Sample], began_unix_s: float = -math.inf
         "waiting_capacity_mean": mean("waiting_capacity"),
         "running_max": highest("running"),
         "engine_restarted": counters_fell or len(set(values("process_start_unix_s"))) > 1,
+        "answered_at_end": not samples or samples[-1].unix_s >= ended_unix_s,
         "process_start_unix_s": max(values("process_start_unix_s"), default=None),
     }
 

@@ -26,7 +26,7 @@ from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
 from harness.trace import FIRST_TOKEN_ID, Request, Trace
-from harness.validity import engine_identity, evidence_of, invalid_reasons, ttft_s, unstable
+from harness.validity import engine_changes, engine_identity, evidence_of, judge, ttft_s
 from harness.workers import processes_for, run_cell_in
 
 __all__ = ["Plan", "Position", "cell_order", "measure"]
@@ -82,16 +82,19 @@ async def measure(
     arms = [target.name for target in targets]
     by_name = {target.name: target for target in targets}
     facts = {arm: dict((engines or {}).get(arm) or {}) for arm in arms}
-    judge = _judge_of(store.manifest)
-    kept = [cell for cell in store.cells() if cell.key.arm in by_name and not cell.facts["aborted"]]
-    if describe:
-        for arm, engine in {cell.key.arm: cell.facts["engine"] or {} for cell in kept}.items():
-            facts[arm] = dict(await describe(by_name[arm], engine))
+    outcome_of = _outcomes_of(store.manifest)
     outcomes: dict[CellKey, Outcome] = {}
     tails_s: list[float] = []
-    for cell in kept:
-        _require_same(cell, facts[cell.key.arm], trace)
-        outcomes[cell.key] = judge(cell)
+    asked: set[str] = set()
+    for cell in store.cells():
+        arm = cell.key.arm
+        if arm not in by_name or cell.facts["aborted"]:
+            continue
+        if describe and arm not in asked:
+            facts[arm] = dict(await describe(by_name[arm], cell.facts["engine"] or {}))
+            asked.add(arm)
+        _require_same(cell, facts[arm], trace)
+        outcomes[cell.key] = outcome_of(cell)
         tails_s.append(_tail_s(cell, trace))
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
     # By arm: when the process that was warmed up had been started, as far as it tells.
@@ -157,7 +160,7 @@ async def measure(
         if cause := refusal(run.records):
             raise UserError(_refused(target, cause))
         cell = store.cell(key)
-        outcomes[key] = judge(cell)
+        outcomes[key] = outcome_of(cell)
         tails_s.append(_tail_s(cell, trace))
     return True
 
@@ -187,16 +190,20 @@ def _require_same(cell: Cell, engine: Mapping[str, Any], trace: Trace) -> None:
         )
 
 
-def _judge_of(manifest: Mapping[str, Any]) -> Callable[[Cell], Outcome]:
+def _outcomes_of(manifest: Mapping[str, Any]) -> Callable[[Cell], Outcome]:
+    """Judges each cell as the report will; to be asked in the order of measurement."""
     limits: Mapping[str, float] = manifest["limits"]["applied"]
+    engines: dict[str, list[Mapping[str, Any] | None]] = {}
 
-    def judge(cell: Cell) -> Outcome:
-        reasons = invalid_reasons(evidence_of(manifest, cell.facts, cell.records))
+    def outcome(cell: Cell) -> Outcome:
+        known = engines.setdefault(cell.key.arm, [])
+        known.append(cell.facts["engine"])
+        verdict = judge(evidence_of(manifest, cell.facts, cell.records, engine_changes(known)[-1]))
         ttft = [ttft_s(record) for record in cell.records]
         missed = {name: misses(ttft, limit_s) for name, limit_s in limits.items()}
-        return Outcome(unstable(reasons), not reasons, missed)
+        return Outcome(verdict.unstable, verdict.valid, missed, verdict.spoiled)
 
-    return judge
+    return outcome
 
 
 def _tail_s(cell: Cell, trace: Trace) -> float:

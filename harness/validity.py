@@ -90,12 +90,34 @@ def slip_limit_s(median_ttft_s: float, shared_cores: bool) -> float:
     return max(floor_s, share * median_ttft_s) if math.isfinite(median_ttft_s) else floor_s
 
 
-def invalid_reasons(evidence: Evidence) -> list[str]:
-    """Every reason, one sentence each; none means that the cell counts."""
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a cell counts: it does where there are no `reasons`, one sentence each.
+
+    `unstable`: its server cannot keep up with this load, whatever else is wrong with the cell. `spoiled`: it says
+    nothing about the server, by no fault of the load; measured again, it may count.
+    """
+
+    reasons: tuple[str, ...] = ()
+    unstable: bool = False
+    spoiled: bool = False
+
+    @property
+    def valid(self) -> bool:
+        return not self.reasons
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """A cell that carried another load than the trace's, or not all of it, is not unstable, whatever grew in it."""
     if evidence.aborted:
         cause = refusal(evidence.records)
-        return [f"stopped: {cause}" if cause else "interrupted"]
-    return [reason for check in _CHECKS for reason in check(evidence)]
+        return Verdict((f"stopped: {cause}" if cause else "interrupted",))
+    found = {check: tuple(check(evidence)) for check in _CHECKS}
+    if any(found[check] for check in _OTHER_LOAD):
+        found[_unstable] = ()
+    unstable = bool(found[_unstable])
+    spoiled = not unstable and not found[_burst] and any(found[check] for check in _SPOILING)
+    return Verdict(tuple(itertools.chain(*found.values())), unstable, spoiled)
 
 
 def backlog_slope_rps(records: Sequence[RequestRecord]) -> float | None:
@@ -214,14 +236,18 @@ def _late_client(evidence: Evidence) -> Iterator[str]:
             yield f"client {name} p99 {p99 * 1e3:.1f} ms is over {limit * 1e3:.1f} ms"
 
 
+def _burst(evidence: Evidence) -> Iterator[str]:
+    due = [record.due_s for record in evidence.records if record.dispatched_s is not None]
+    if len(due) > 1 and (wanted := max(due) - min(due)) <= SPAN_FLOOR_S:
+        yield f"the trace spans {wanted:.2g} s at this rate, which is no schedule but one burst"
+
+
 def _wrong_span(evidence: Evidence) -> Iterator[str]:
     sent = [(r.due_s, r.dispatched_s) for r in evidence.records if r.dispatched_s is not None]
     if not sent:
         return
     due, dispatched = zip(*sent, strict=True)
     wanted, found = max(due) - min(due), max(dispatched) - min(dispatched)
-    if len(sent) > 1 and wanted <= SPAN_FLOOR_S:
-        yield f"the trace spans {wanted:.2g} s at this rate, which is no schedule but one burst"
     if abs(found - wanted) > max(SPAN_FLOOR_S, SPAN_TOLERANCE * wanted):
         yield f"requests were dispatched over {found:.3f} s, the trace spans {wanted:.3f} s"
 
@@ -257,6 +283,8 @@ def _prefix_hits(evidence: Evidence) -> Iterator[str]:
 def _restarted(evidence: Evidence) -> Iterator[str]:
     if evidence.metrics.get("engine_restarted"):
         yield "engine restarted during the cell"
+    elif not evidence.metrics.get("answered_at_end", True):
+        yield "the engine had stopped answering /metrics when the cell ended"
 
 
 def _preempted(evidence: Evidence) -> Iterator[str]:
@@ -285,11 +313,6 @@ def _unstable(evidence: Evidence) -> Iterator[str]:
         )
 
 
-def unstable(reasons: Sequence[str]) -> bool:
-    """Whether a cell does not count because its server cannot keep up, whatever else is wrong with it."""
-    return any(reason.startswith("unstable") for reason in reasons)
-
-
 def _unanswered(evidence: Evidence) -> Iterator[str]:
     """A server that answers nothing is not slow; the cause belongs beside the share of misses."""
     records = evidence.records
@@ -300,6 +323,7 @@ def _unanswered(evidence: Evidence) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _unanswered,
     _late_client,
+    _burst,
     _wrong_span,
     _wrong_prompts,
     _busy_before,
@@ -310,6 +334,8 @@ _CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _preempted,
     _unstable,
 )
+_OTHER_LOAD = (_wrong_prompts, _busy_before, _restarted, _engine_changed)
+_SPOILING = (_late_client, _wrong_span, _busy_before, _restarted)
 
 
 def unchecked(evidence: Evidence) -> list[str]:

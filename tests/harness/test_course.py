@@ -46,6 +46,20 @@ def test_nothing_is_searched_where_nothing_passed_or_nothing_missed() -> None:
     assert bisected(["a"], a, 0.025) is None
 
 
+def test_a_spoiled_cell_neither_passes_nor_bounds() -> None:
+    missed, spoiled = Outcome(False, True, {"15": 1}), Outcome(False, False, {"15": 1}, spoiled=True)
+
+    def cells(**by_rate: Outcome) -> dict[CellKey, Outcome]:
+        return {CellKey("a", int(name[1:]) / 10, 0): outcome for name, outcome in by_rate.items()}
+
+    assert bisected(["a"], cells(q3=GOOD, q6=spoiled, q9=GOOD), 0.025) is None
+    assert bisected(["a"], cells(q3=GOOD, q6=spoiled, q9=GOOD, q12=missed), 0.025) == 1.05
+    assert (
+        bisected(["a"], cells(q3=GOOD, q6=spoiled, q9=missed), 0.025) is None
+    )  # until 0.6 is measured again
+    assert bisected(["a"], cells(q3=GOOD, q6=spoiled, q8=missed), 0.025) == 0.55
+
+
 @pytest.mark.parametrize("killed_after", range(12))
 def test_a_killed_course_goes_on_where_it_was(killed_after: int) -> None:
     """Only the cells are known afterwards; the rest comes as it would have."""

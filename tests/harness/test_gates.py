@@ -106,6 +106,19 @@ async def test_a_restart_is_seen_in_the_start_time(tmp_path: Path) -> None:
     assert (await measured(tmp_path, server)).reasons == "engine restarted during the cell"
 
 
+async def test_an_engine_that_dies_in_the_cell_and_stays_away(tmp_path: Path) -> None:
+    """A proxy answers in its place from the middle of the cell on: what failed says nothing about this load."""
+
+    class Mortal(MeteredServer):
+        async def _metrics(self, request: web.Request) -> web.Response:
+            dead = len(self.arrivals_unix_s) > 20
+            return web.Response(status=502) if dead else await super()._metrics(request)
+
+    found = await measured(tmp_path, Mortal(lambda index, _: Script(status=200 if index <= 20 else 502)))
+    assert found.reasons == "the engine had stopped answering /metrics when the cell ended"
+    assert found.cell["failed"] == 20
+
+
 async def test_prefix_hits(tmp_path: Path) -> None:
     server = MeteredServer(counters=lambda n: {"vllm:prefix_cache_hits_total": 16.0 * (n > 20)})
     assert (await measured(tmp_path, server)).reasons == "prefix cache hits rose by 16 tokens"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 
+from aiohttp import web
 from fake_server import FakeServer
 
 from harness.client import Target
@@ -87,13 +88,16 @@ def test_summary_of_samples() -> None:
         "waiting_capacity_mean": 1.5,
         "running_max": 4,
         "engine_restarted": False,
+        "answered_at_end": True,
         "process_start_unix_s": 9,
     }
+    assert summarise_samples(samples, ended_unix_s=2.5) == summary | {"answered_at_end": False}
     assert summarise_samples(samples, began_unix_s=0.5)["requests_before"] == samples[0].requests
     assert summarise_samples(samples[1:], began_unix_s=0.5)["requests_before"] is None  # seen too late
     assert summarise_samples([]) == dict.fromkeys(summary) | {
         "available": False,
         "engine_restarted": False,
+        "answered_at_end": True,
     }
 
 
@@ -111,6 +115,19 @@ async def test_scraper_samples_at_entry_and_exit() -> None:
                 'prefix_cache_hits_total{engine="0"} 0.0', "prefix_cache_hits_total 8"
             )
         assert [sample.prefix_hits_total for sample in scraper.samples] == [0.0, 8.0]
+
+
+async def test_a_last_look_that_fails_is_repeated() -> None:
+    class Server(FakeServer):
+        asked = 0
+
+        async def _metrics(self, request: web.Request) -> web.Response:
+            self.asked += 1
+            return web.Response(status=503) if self.asked == 2 else await super()._metrics(request)
+
+    async with Server(metrics=PAGE) as server, Scraper(Target("a", server.url, "m")) as scraper:
+        pass
+    assert len(scraper.samples) == 2 and server.asked == 3
 
 
 async def test_waits_until_the_engine_is_idle() -> None:

@@ -81,6 +81,19 @@ async def test_servers_of_others_are_asked_what_they_are_before_each_cell(tmp_pa
     assert "engine changed: digest differ" in arm["cells"][1]["invalid_reasons"][0]
 
 
+async def test_a_cell_of_another_engine_does_not_pass(tmp_path: Path) -> None:
+    """The course judges as the report does: it searches below the first rate that was measured of the other one."""
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",), shared_cores=True), TRACE)
+
+    async def describe(_: Target, known: object) -> dict[str, object]:
+        return {"digest": "before" if len(server.bodies) == 1 else "after"}
+
+    async with FakeServer() as server:
+        plan = Plan((50.0, 100.0), grid_qps=25.0)
+        await measure(store, [Target("a", server.url, "fake")], TRACE, plan, describe=describe)
+    assert [cell.key.offered_qps for cell in store.cells()] == [50.0, 75.0, 100.0]
+
+
 async def test_an_unanswered_question_is_no_other_engine(tmp_path: Path) -> None:
     """One /metrics is refused before the first cell; two when the sweep is resumed."""
 

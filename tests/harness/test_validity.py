@@ -9,14 +9,18 @@ import pytest
 from builders import record
 
 from harness.client import RequestRecord
-from harness.validity import Evidence, backlog_slope_rps, invalid_reasons, slip_limit_s, ttft_s, unchecked
+from harness.validity import Evidence, Verdict, backlog_slope_rps, judge, slip_limit_s, ttft_s, unchecked
 
 SERVED = [record(index) for index in range(24)]
 
 
-def reasons(records: list[RequestRecord] = SERVED, **changes: Any) -> list[str]:
+def verdict(records: list[RequestRecord] = SERVED, **changes: Any) -> Verdict:
     evidence = Evidence(records=records, loop_lag_p99_s=0.001, metrics={}, aborted=False, shared_cores=False)
-    return invalid_reasons(replace(evidence, **changes))
+    return judge(replace(evidence, **changes))
+
+
+def reasons(records: list[RequestRecord] = SERVED, **changes: Any) -> list[str]:
+    return list(verdict(records, **changes).reasons)
 
 
 def slipped(slip_s: float) -> list[RequestRecord]:
@@ -67,6 +71,8 @@ def test_a_rate_that_makes_one_burst_of_the_trace() -> None:
     burst = [replace(r, due_s=1e-6 * i, dispatched_s=1e-6 * i) for i, r in enumerate(SERVED)]
     assert any("no schedule but one burst" in reason for reason in reasons(burst))
     assert not any("burst" in reason for reason in reasons(SERVED[:1]))
+    late = [replace(r, dispatched_s=r.due_s + 0.1 * i) for i, r in enumerate(burst)]
+    assert not verdict(late).spoiled  # at this rate it will be a burst again
 
 
 def test_prompt_tokens() -> None:
@@ -117,6 +123,43 @@ def test_what_nobody_could_check() -> None:
 
 def test_restart() -> None:
     assert reasons(metrics={"engine_restarted": True}) == ["engine restarted during the cell"]
+
+
+def test_an_engine_that_is_gone_when_the_cell_ends() -> None:
+    assert reasons(metrics={"answered_at_end": False}) == [
+        "the engine had stopped answering /metrics when the cell ended"
+    ]
+    assert reasons(metrics={"answered_at_end": False, "engine_restarted": True}) == [
+        "engine restarted during the cell"
+    ]
+
+
+LEFT = [*SERVED[:-1], replace(SERVED[-1], status="cancelled")]
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "unstable", "spoiled"),
+    [
+        (SERVED, {}, False, False),
+        (LEFT, {}, True, False),
+        (SERVED, {"loop_lag_p99_s": 1.0}, False, True),
+        (LEFT, {"loop_lag_p99_s": 1.0}, True, False),  # overload makes the client late too
+        (LEFT, {"metrics": {"requests_before": 45.0}}, False, True),
+        (LEFT, {"metrics": {"engine_restarted": True}}, False, True),
+        (LEFT, {"metrics": {"answered_at_end": False}}, False, True),
+        (LEFT, {"engine_change": "digest differ"}, False, False),
+        ([replace(r, server_prompt_tokens=11) for r in LEFT], {}, False, False),
+        (LEFT, {"metrics": {"prefix_hits_delta": 1.0}}, True, False),
+        (LEFT, {"aborted": True, "loop_lag_p99_s": 1.0}, False, False),
+    ],
+)
+def test_what_an_invalid_cell_still_says(
+    records: list[RequestRecord], changes: dict[str, Any], unstable: bool, spoiled: bool
+) -> None:
+    """Only the trace's own load proves an engine unstable; only what was no fault of the load spoils a cell."""
+    found = verdict(records, **changes)
+    assert (found.unstable, found.spoiled) == (unstable, spoiled)
+    assert any(reason.startswith("unstable") for reason in found.reasons) == unstable
 
 
 def test_unfinished() -> None:
