@@ -90,6 +90,22 @@ async def test_ready_engine_has_every_proof_and_a_lower_priority(tmp_path: Path)
     assert "fake engine tp2 starting" in (tmp_path / "engine.log").read_text()
 
 
+async def test_what_changes_how_an_engine_computes_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = {
+        "LD_BIND_NOW": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "a:b",
+        "TRITON_DEBUG": "0",
+        "KMP_BLOCKTIME": "1",
+    }
+    for name, value in {**recorded, "UNRELATED": "1", "NCCL_API_KEY": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    with await start_fake(tmp_path) as engine:
+        found = engine.started_as()["environment"]
+    assert recorded.items() <= found.items() and not {"UNRELATED", "NCCL_API_KEY"} & found.keys()
+
+
 async def test_stop_leaves_no_descendant(family: tuple[Engine, list[int]]) -> None:
     engine, pids = family
     assert len(processes_with(engine.token)) >= 5  # guard, supervisor, main process, two grandchildren
