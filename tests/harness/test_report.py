@@ -14,7 +14,6 @@ import pytest
 from builders import cell_run, manifest, small_trace
 
 from harness import report
-from harness.errors import UserError
 from harness.load import CellRun
 from harness.report import build_summary, write_report
 from harness.report.tables import markdown_report, percentile_text, topology_text
