@@ -219,7 +219,9 @@ def _boundary(summary: Summary, limit: str) -> str:
         for part in summary["boundary_difference"]
         if part["limit"] == limit and part["interval_qps"]
     ]
-    return f" (95 % interval of the difference over repeats of this trace: {'; '.join(found)})" if found else ""
+    return (
+        f" (95 % interval of the difference over repeats of this trace: {'; '.join(found)})" if found else ""
+    )
 
 
 def _capacity(summary: Summary) -> Iterator[Finding]:
