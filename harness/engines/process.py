@@ -32,9 +32,11 @@ from harness.engines.proof import Proof, clear_proofs, complete, read_proofs
 from harness.errors import UserError
 
 TOKEN_VARIABLE = "KIMI_K3_RUN_TOKEN"
-RECORDED_PREFIXES = ("VLLM_", "KIMI_K3_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_HUB_")
-RECORDED_PREFIXES += ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "GLOO_", "UCX_")
-RECORDED_PREFIXES += ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
+RECORDED_PREFIXES = (
+    *("VLLM_", "KIMI_K3_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_HUB_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "GLOO_", "UCX_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_"),
+)
 """How the environment variables begin that are recorded and tell one engine from another."""
 SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 POLL_S = 0.1
