@@ -303,7 +303,7 @@ def _draw_cells(
             if high is not None:
                 errors = [[max(0.0, value - interval["low"])], [max(0.0, high - value)]]
                 axes.errorbar(
-                    [rate], [value], errors, color=colour, elinewidth=1, capsize=(3, 5)[index % 2], alpha=0.7
+                    [rate + aside], [value], errors, color=colour, elinewidth=1, capsize=3, alpha=0.7
                 )
         verdict = "" if cell["valid"] else "; does not count: " + "; ".join(cell["invalid_reasons"])
         tip = f"{label} at {rate:g} QPS, repeat {cell['repeat']}: {value:.3g}{unit}{span}, n {cell['n']}{verdict}"
