@@ -44,6 +44,16 @@ class Plan:
     def repeat_numbers(self) -> range:
         return range(self.first_repeat, self.first_repeat + self.repeats)
 
+    @property
+    def timeouts(self) -> dict[str, float]:
+        """The four time limits, as a run's manifest names them."""
+        return {
+            "connect_s": self.connect_timeout_s,
+            "first_token_s": self.first_token_timeout_s,
+            "total_s": self.request_timeout_s,
+            "drain_s": self.drain_timeout_s,
+        }
+
 
 @dataclass(frozen=True)
 class Outcome:

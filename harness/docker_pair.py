@@ -19,13 +19,14 @@ from harness.engines.in_image import let_in
 from harness.engines.process import Engine
 from harness.engines.proof import Proof
 from harness.load import Target
+from harness.manifest import new_arm, new_manifest
 from harness.nvidia import gpu_facts
 from harness.pair import SOURCE_TOKENS
 from harness.progress import ProgressLine
 from harness.serving import GPU_FLAGS, kv_tokens_of, longest_context, on_gpus
 from harness.sla import SOURCE_LIMITS_S, Limits
 from harness.slices import VOCAB_SIZE
-from harness.store import RunStore, new_arm, new_manifest
+from harness.store import RunStore
 from harness.sweep import Plan, measure
 from harness.trace import Trace, make_trace
 
@@ -155,7 +156,7 @@ class DockerRun:
                 "Parity was not checked: there is no reference for a model of this size. Compare answers before speed."
             ],
         )
-        manifest |= {"gpus": gpu_facts()}
+        manifest |= {"gpus": gpu_facts(), "timeouts": Plan(plan.rates).timeouts}
         keep(manifest, await brief(trace, min(plan.rates)))
         self.store = store = RunStore.create(plan.out, manifest, trace)
         for arm in plan.arms:

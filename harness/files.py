@@ -2,6 +2,7 @@
 """Files of a run: written whole or not at all, read with errors that name them, and one process at a time."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -54,7 +55,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A name to write to, which becomes `path` once everything is written. UserError where it cannot be."""
-    partial = path.with_name(path.name + ".tmp")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # no other process writes into it
     try:
         yield partial
         partial.replace(path)
@@ -62,9 +63,8 @@ def whole(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         cause = os.strerror(error.errno) if error.errno else one_line(str(error))
-        raise UserError(
-            f"cannot write {path}: {cause}; free some space, what was measured is kept"
-        ) from error
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+        raise UserError(f"cannot write {path}: {cause}; {remedy}, what was measured is kept") from error
 
 
 _claims: dict[Path, int] = {}

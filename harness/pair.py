@@ -29,7 +29,7 @@ from harness.load import Progress, Target
 from harness.parity_collect import collect
 from harness.prepare import ask_reference, make_checkpoint, sha256_of
 from harness.progress import display, tell_plan
-from harness.run_folder import RunFolder, number
+from harness.run_folder import PROVISIONAL, RunFolder, number
 from harness.serving import HOST, longest_context, on_cpu
 from harness.sla import GIVEN, SOURCE_LIMITS_S, Limits
 from harness.steps import Steps
@@ -38,6 +38,8 @@ from harness.sweep import Plan, Position, measure
 from harness.trace import Trace, make_trace
 
 SOURCE_TOKENS = (60_000, 180_000)
+REQUEST_TIMEOUT_S = 600.0
+DRAIN_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Options:
             return Limits(SOURCE_LIMITS_S, rule="the source's own")
         if self.limits_s:
             return Limits.of(*self.limits_s, rule=GIVEN)
-        return Limits(SOURCE_LIMITS_S, rule="the source's own: the unloaded TTFT was not measured yet")
+        return Limits(SOURCE_LIMITS_S, rule=PROVISIONAL)
 
     def trace(self, seed: int, vocab_size: int, arrivals: str = "poisson") -> Trace:
         low, high = SOURCE_TOKENS
@@ -213,7 +215,8 @@ class PairRun:
 
     def _open(self, trace: Trace, model: Path) -> RunFolder:
         options = self.options
-        return RunFolder.open(
+        limits = Plan((), request_timeout_s=REQUEST_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S)
+        folder = RunFolder.open(
             options.out,
             trace,
             options.arms,
@@ -224,9 +227,16 @@ class PairRun:
             facts={
                 "checkpoint": {"path": str(model), "sha256": sha256_of(model)},
                 "launches": options.launches,
+                "timeouts": limits.timeouts,
             },
             resume=options.resume,
         )
+        if options.absolute_rates and folder.manifest["rates"] != list(options.rates):
+            begun = ", ".join(map("{:g}".format, folder.manifest["rates"])) or "of a baseline"
+            raise UserError(
+                f"{options.out} was begun with the rates {begun}; resume it with the same, or choose another --out"
+            )
+        return folder
 
     def _is_measured(self, arm: Arm, launch: int) -> bool:
         """Whether nothing of this launch is left; an arm that stopped early is found out by its sweep."""
@@ -293,8 +303,8 @@ class PairRun:
             plan = Plan(
                 (rate,),
                 first_repeat=launch,
-                request_timeout_s=600.0,
-                drain_timeout_s=120.0,
+                request_timeout_s=REQUEST_TIMEOUT_S,
+                drain_timeout_s=DRAIN_TIMEOUT_S,
                 budget_s=None if self.options.budget_s is None else self._left_s(),
             )
             try:

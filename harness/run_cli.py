@@ -18,18 +18,18 @@ from harness.course import Plan
 from harness.engines.endpoint import ask_model, check_reachable, describe_server
 from harness.errors import UserError
 from harness.load import Target
+from harness.manifest import new_arm, new_manifest
 from harness.options import parse_arm, parse_limits, parse_rates
 from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
 from harness.signals import on_ending
 from harness.sla import GIVEN, Limits, Rule
 from harness.steps import put
-from harness.store import RunStore, new_arm, new_manifest
+from harness.store import RunStore
 from harness.sweep import measure
 from harness.trace import Trace, load_trace
 
-MUST_AGREE = ("limits", "fixed_cohort", "shared_cores", "no_preemption")
-"""Facts of the manifest in which a run and its resumption may not differ."""
+UNCALIBRATED = "The client's own error was not measured again before every session (--skip-calibration)."
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -60,12 +60,13 @@ def run(arguments: argparse.Namespace) -> None:
             fixed_cohort=_fixed_cohort(trace, arguments.fixed_cohort),
             shared_cores=arguments.shared_cores,
         )
-        manifest["no_preemption"] = arguments.no_preemption
+        manifest |= {"no_preemption": arguments.no_preemption, "timeouts": plan.timeouts}
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
-        store.require_same(manifest, MUST_AGREE)
+        store.require_same(manifest)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
+            store.write_manifest(_widened(store.manifest, plan, arguments.skip_calibration))
         finally:
             report = write_report(store)
             if not arguments.json:
@@ -78,6 +79,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         JsonEvents(sys.stdout).tell("done", dir=str(store.path), cells=kept, complete=complete)
     _require_answers(store)
+
+
+def _widened(manifest: dict[str, Any], plan: Plan, uncalibrated: bool) -> dict[str, Any]:
+    """With what a session added to the run that it went on with."""
+    notes = manifest["notes"]
+    if uncalibrated and "client_calibration" in manifest and UNCALIBRATED not in notes:
+        notes = [*notes, UNCALIBRATED]
+    rates = sorted({*manifest["rates"], *plan.rates})
+    return {**manifest, "rates": rates, "repeats": max(manifest["repeats"], plan.repeats), "notes": notes}
 
 
 def _require_answers(store: RunStore) -> None:

@@ -24,14 +24,15 @@ from harness.engines.proof import Proof, read_proofs
 from harness.errors import UserError
 from harness.files import write_bytes, write_json
 from harness.launches import flags_of
-from harness.sla import GIVEN, Limits
+from harness.manifest import new_arm, new_manifest
+from harness.sla import Limits
 from harness.steps import Steps
-from harness.store import Cell, CellKey, RunStore, new_arm, new_manifest
+from harness.store import Cell, CellKey, RunStore
 from harness.trace import Trace
 from harness.validity import lasting_environment
 
-MUST_AGREE = ("checkpoint", "launches", "resident")
-"""Facts of the manifest in which a run and its resumption may not differ."""
+PROVISIONAL = "the source's own: the unloaded TTFT was not measured yet"
+"""Rule of limits that nobody asked for and no baseline froze yet."""
 
 
 class RunFolder:
@@ -74,15 +75,9 @@ class RunFolder:
         if not resume:
             return cls(RunStore.create(path, asked, trace), asked)
         store = RunStore.resume(path, asked, trace)
-        store.require_same(asked, MUST_AGREE)
-        manifest = {**store.manifest, "notes": []}
-        begun = manifest["limits"]["applied"]
-        if limits.rule == GIVEN and begun != limits.applied:
-            raise UserError(
-                f"{path} was begun with the limits {','.join(f'{limit:g}' for limit in begun.values())} s;"
-                " resume it without --sla, or choose another --out"
-            )
-        return cls(store, manifest)
+        known = {"limits": store.manifest["limits"]} if limits.rule == PROVISIONAL else {}
+        store.require_same(asked | known)
+        return cls(store, {**store.manifest, "notes": []})
 
     @property
     def path(self) -> Path:

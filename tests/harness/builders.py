@@ -5,8 +5,8 @@ from typing import Any
 
 from harness.client import RequestRecord
 from harness.load import CellRun, CellSpec
+from harness.manifest import new_arm, new_manifest
 from harness.sla import Limits
-from harness.store import new_arm, new_manifest
 from harness.trace import Trace, make_trace
 
 

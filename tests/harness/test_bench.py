@@ -333,7 +333,9 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
     assert main([*words, "--resume", "--seed", "9"]) == 2
     assert "was measured with another trace" in capsys.readouterr().err
     assert main([*words, "--resume", "--sla", "1,3"]) == 2
-    assert "was begun with the limits 1,2 s; resume it without --sla" in capsys.readouterr().err
+    assert 'was begun with limits {"applied": {"15": 1.0, "25": 2.0}' in capsys.readouterr().err
+    assert main([*words, "--resume", "--rates", "20,30"]) == 2
+    assert "was begun with the rates 20, 40; resume it with the same" in capsys.readouterr().err
 
 
 def test_a_budget_that_holds_no_cell_is_planned_told_and_noted(

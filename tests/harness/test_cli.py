@@ -180,7 +180,7 @@ async def test_who_listens_may_leave(tmp_path: Path, trace_file: Path, number: i
             stderr=others[2],
         )
         os.close(theirs)
-        with open(ours, "rb") as stream:
+        with os.fdopen(ours, "rb") as stream:
             assert b"plan" in await asyncio.to_thread(stream.readline)
         heard = b"".join(filter(None, await process.communicate())).decode()
     assert process.returncode == 0
@@ -343,6 +343,32 @@ def test_arms() -> None:
             parse_arm(wrong)
 
 
+async def test_a_second_run_of_one_folder_leaves_the_first_alone(tmp_path: Path, trace_file: Path) -> None:
+    out, gate, reached = tmp_path / "out", asyncio.Event(), asyncio.Event()
+
+    def answer(index: int, _: object) -> Script:
+        if index == 1:
+            reached.set()
+        return Script(gate=gate) if index else Script()
+
+    async with FakeServer(answer) as server:
+        words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--rates", "20"]
+        words += ["--arm", f"a={server.url}"]
+        first = asyncio.create_task(harness(*words))
+        await reached.wait()
+        code, _, err = await harness(*words, "--resume")
+        assert error_line(code, err) == (
+            f"error: another process is at work in {out}; wait for it, or choose another --out"
+        )
+        code, _, err = await harness(*words)
+        assert f"{out} is already in use" in error_line(code, err)
+        gate.set()
+        code, _, err = await first
+    assert code == 0, err
+    assert len(list(RunStore.open(out).cells())) == 1
+    assert not list(out.rglob("*.tmp"))
+
+
 async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> None:
     """The second session finds the first one's cells, measures the missing rate, and tells programs."""
     out = tmp_path / "out"
@@ -366,5 +392,8 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
         assert "was begun with the arms a, without b" in error_line(code, err), err
         code, _, err = await harness(*words, *arm, "--rates", "50", "--sla", "1,2", "--resume")
         assert "was begun with limits {" in error_line(code, err), err
+        code, _, err = await harness(*words, *arm, "--rates", "50", "--drain-timeout", "5", "--resume")
+        assert 'was begun with timeouts {"connect_s": 60.0' in error_line(code, err), err
     cells = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
     assert [cell["offered_qps"] for cell in cells] == [20.0, 30.0, 40.0]
+    assert RunStore.open(out).manifest["rates"] == [20.0, 40.0]  # of both sessions

@@ -2,6 +2,7 @@
 """Each gate tripped for real: a scripted server misbehaves in one way, a cell is measured, the verdict names it."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -199,7 +200,7 @@ async def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(tmp_path: 
     """The kernel answers every write to /dev/full with ENOSPC."""
     store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
     second = CellKey("a", 2 * RATE, 0)
-    (tmp_path / "run" / "cells" / f"{second}.{name}.tmp").symlink_to("/dev/full")
+    (tmp_path / "run" / "cells" / f"{second}.{name}.{os.getpid()}.tmp").symlink_to("/dev/full")
     async with FakeServer() as server:
         with pytest.raises(UserError, match=r"cannot write .*a_q120_r0.*No space left.*free some"):
             await measure(store, [Target("a", server.url, "fake")], TRACE, Plan((RATE, 2 * RATE)))

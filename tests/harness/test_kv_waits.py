@@ -7,11 +7,12 @@ import pytest
 from builders import cell_run, manifest, record, small_trace
 
 from harness.client import RequestRecord
+from harness.manifest import new_arm
 from harness.report.kv_waits import KvWaits, kv_waits
 from harness.report.summary import build_summary
 from harness.report.verdict import findings
 from harness.scrape import Sample
-from harness.store import CellKey, RunStore, new_arm
+from harness.store import CellKey, RunStore
 
 
 def request(index: int, tokens: int, first_token_s: float | None, done_s: float | None) -> RequestRecord:

@@ -15,11 +15,13 @@ import pytest
 from builders import cell_run, manifest, record, small_trace
 
 from harness.load import CellRun
+from harness.manifest import new_arm
 from harness.report import build_summary, write_report
+from harness.report.plots import Plot, draw_ttft
 from harness.report.tables import INTERVAL_NOTE, markdown_report, rule_table
 from harness.report.verdict import findings, other_tokens
 from harness.sla import Rule
-from harness.store import CellKey, RunStore, new_arm
+from harness.store import CellKey, RunStore
 
 TRACE = small_trace(requests=72, cohort_size=6, max_tokens=40)
 
@@ -320,6 +322,18 @@ def test_every_mark_tells_its_value(tmp_path: Path) -> None:
     tips = [node.attrib["data-tip"] for node in svg.iter() if node.get("class") == "tip"]
     assert len(tips) == 2 * 2 * 4  # arms, P50 and P90, repeats
     assert any(tip.startswith("dcp8 P50 at 1 QPS, repeat 3: 0.3") and "n 72" in tip for tip in tips)
+
+
+def test_an_interval_stands_at_its_mark(tmp_path: Path) -> None:
+    """Marks of the second arm stand aside, and their intervals with them."""
+    cells = {CellKey(arm, rate, 0): run_of(3, 0.0) for arm in ("tp8", "dcp8") for rate in (1.0, 2.0)}
+    store = written(tmp_path, cells)
+    kept = list(store.cells())
+    draw_ttft(plot := Plot("ttft"), build_summary(store.manifest, kept), kept)
+    (axes,) = plot.figure.axes
+    marks = {float(line.get_xdata()[0]) for line in axes.lines if line.get_gid()}
+    intervals = {float(bar.get_segments()[0][0][0]) for bar in axes.collections}
+    assert len(marks) == 4 and intervals == marks
 
 
 def test_names_from_a_run_cannot_break_the_page(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def test_a_missing_request_is_caught(tmp_path: Path) -> None:
         load_trace(path)
 
 
+def test_a_trace_in_another_schema_is_not_read(tmp_path: Path) -> None:
+    save_trace(small_trace(), path := tmp_path / "t.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"schema":1', b'"schema":2', 1))
+    with pytest.raises(UserError, match=r"is in schema 2, this harness reads 1; use the one that wrote it"):
+        load_trace(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]\n", b'{"schema":1}\n', b"\x1f\x8b\x00"])
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_what_is_no_trace_is_said_so(tmp_path: Path, content: bytes, name: str) -> None:
