@@ -101,7 +101,7 @@ class ResidentSweep:
             hit = touched(cells, dead)
             for key in hit:
                 self._run.mark_aborted(key)
-                self._run.set_aside(key)
+                self._run.store.set_aside(key)
             for name in dead:
                 await self._replace(name, [str(key) for key in hit if key.arm == name])
 

@@ -26,7 +26,7 @@ from harness.signals import on_ending
 from harness.sla import GIVEN, Limits, Rule
 from harness.steps import put
 from harness.store import RunStore
-from harness.sweep import measure
+from harness.sweep import measure, set_aside_spoiled
 from harness.trace import Trace, load_trace
 
 UNCALIBRATED = "The client's own error was not measured again before every session (--skip-calibration)."
@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
         store.require_same(manifest)
+        if arguments.resume:
+            set_aside_spoiled(store, names)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
             store.write_manifest(_widened(store.manifest, plan, arguments.skip_calibration))

@@ -6,7 +6,7 @@ parity.json                  the verdict, extremes of each pair, every differenc
 parity/prompts.json          what was asked; reference.json and <arm>.json.gz: what was answered
 proof/<arm>/rank-<r>.json    what each rank stated about itself
 logs/<name>.log              output of every program that was run
-aborted/                     cells that an engine's death ended, and that were measured again
+set_aside/                   among them cells that an engine's death ended, and that were measured again
 """
 
 import gzip
@@ -28,6 +28,7 @@ from harness.manifest import new_arm, new_manifest
 from harness.sla import Limits
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
+from harness.sweep import set_aside_spoiled
 from harness.trace import Trace
 from harness.validity import lasting_environment
 
@@ -77,6 +78,7 @@ class RunFolder:
         store = RunStore.resume(path, asked, trace)
         known = {"limits": store.manifest["limits"]} if limits.rule == PROVISIONAL else {}
         store.require_same(asked | known)
+        set_aside_spoiled(store, [arm.name for arm in arms])
         return cls(store, {**store.manifest, "notes": []})
 
     @property
@@ -215,14 +217,6 @@ class RunFolder:
         """For an engine that outlived its last answer by a moment: its cell looked complete when written."""
         for cell in self._cells([key]):
             write_json(self.path / "cells" / f"{key}.json", {**cell.facts, "aborted": True})
-
-    def set_aside(self, key: CellKey) -> None:
-        """Keeps an aborted cell apart before it is measured again."""
-        count = len(list(self.folder("aborted").glob(f"{key}-*.json")))
-        for suffix in ("json", "parquet", "metrics.parquet"):
-            source = self.path / "cells" / f"{key}.{suffix}"
-            if source.exists():
-                source.rename(self.path / "aborted" / f"{key}-{count + 1}.{suffix}")
 
     def note_missing(self, arms: Iterable[Arm]) -> None:
         measured = {cell.key.arm for cell in self.store.cells()}

@@ -6,6 +6,7 @@
     cells/<key>.parquet            one row a request, the columns of `RequestRecord`
     cells/<key>.json               facts of the cell: start, client lag, engine, summary of its metrics
     cells/<key>.metrics.parquet    the engine's metrics once a second, where it has any
+    set_aside/<key>-<n>.*          cells that were measured again, with their files
 
 A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rate, "g")`.
 """
@@ -215,6 +216,16 @@ class RunStore:
             "metrics": summarise_samples(samples, run.started_unix_s, _ended_unix_s(run)),
         }
         write_json(self._cells / f"{key}.json", facts)
+
+    def set_aside(self, key: CellKey) -> None:
+        """Keeps a cell apart, numbered, before it is measured again."""
+        folder = self.path / "set_aside"
+        folder.mkdir(exist_ok=True)
+        number = 1 + len(list(folder.glob(f"{key}-*.json")))
+        for suffix in ("json", "parquet", "metrics.parquet"):
+            source = self._cells / f"{key}.{suffix}"
+            if source.exists():
+                source.rename(folder / f"{key}-{number}.{suffix}")
 
     def cells(self) -> Iterator[Cell]:
         """Every cell kept so far, by arm, rate and repeat; all of one trace."""

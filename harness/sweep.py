@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -22,6 +21,7 @@ from harness.connection import auth, tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
 from harness.load import CellSpec, Progress, Target, progress_at_end, refusal, run_cell
+from harness.provenance import code_sha256
 from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
 from harness.store import Cell, CellKey, RunStore
@@ -165,6 +165,24 @@ async def measure(
     return True
 
 
+def set_aside_spoiled(store: RunStore, arms: Collection[str]) -> None:
+    """Sets aside what says nothing about these `arms`' servers (`Verdict.spoiled`), to be measured again.
+
+    For somebody who resumes a run, once: a session that did so by itself would do it for ever on a busy machine. The
+    manifest keeps count, for which cells are measured again must not depend on what they say.
+    """
+    manifest = store.manifest
+    spoiled = [
+        cell.key
+        for cell in store.cells()
+        if cell.key.arm in arms and judge(evidence_of(manifest, cell.facts, cell.records)).spoiled
+    ]
+    if spoiled:
+        store.write_manifest({**manifest, "set_aside": [*manifest.get("set_aside", []), *map(str, spoiled)]})
+    for key in spoiled:
+        store.set_aside(key)
+
+
 def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:
     """Names what a cell was measured with; cells that differ in it are never mixed in one run.
 
@@ -173,13 +191,6 @@ def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:
     """
     text = json.dumps([engine_identity(engine), trace_sha256, code_sha256()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@functools.cache
-def code_sha256() -> str:
-    """SHA-256 over the modules that measure; what only reports may change between sessions."""
-    modules = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in modules)).hexdigest()
 
 
 def _require_same(cell: Cell, engine: Mapping[str, Any], trace: Trace) -> None:

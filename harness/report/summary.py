@@ -95,8 +95,18 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "parity": parity,
         "left_out": manifest.get("left_out", {}),
         "client_calibration": manifest.get("client_calibration"),
-        "notes": manifest["notes"],
+        "notes": [*manifest["notes"], *_set_aside(manifest)],
     }
+
+
+def _set_aside(manifest: Mapping[str, Any]) -> list[str]:
+    """How often cells were measured again; their first measurements are kept in a folder of their own."""
+    count = len(manifest.get("set_aside", ()))
+    if not count:
+        return []
+    what = "1 cell was" if count == 1 else f"{count} cells were"
+    why = "spoiled by a late client, load of others or a restart"
+    return [f"{what} {why}, and set aside (set_aside/) to be measured again."]
 
 
 def _evidence(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:

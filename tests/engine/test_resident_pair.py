@@ -27,7 +27,7 @@ def test_resident_pair_survives_a_killed_rank(tmp_path: Path) -> None:
     for arm in summary["arms"]:
         (cell,) = arm["cells"]
         assert cell["n"] == 4 and cell["failed"] == 0
-    assert summary["parity"]["ok"] and (run / "aborted" / "dcp2_q0.5_r0-1.parquet").exists()
+    assert summary["parity"]["ok"] and (run / "set_aside" / "dcp2_q0.5_r0-1.parquet").exists()
     assert (run / "residency-1.json").exists()
     proof = json.loads((run / "proof" / "dcp2" / "rank-1.json").read_text())
     assert proof["features"]["prefill_context_gather"]["active"] and "prefill_kv_shared" in proof["used"]

@@ -370,21 +370,23 @@ async def test_a_second_run_of_one_folder_leaves_the_first_alone(tmp_path: Path,
 
 
 async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> None:
-    """The second session finds the first one's cells, measures the missing rate, and tells programs."""
+    """The second session finds the first one's cell spoiled, measures it and the missing rate, and tells programs."""
     out = tmp_path / "out"
     words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--sla", "0.2,9", "--json"]
 
-    async with FakeServer(lambda index, _: Script(delay_s=0.3 if index > 12 else 0.0)) as server:
+    async with FakeServer(lambda index, _: Script(delay_s=0.3 if index > 14 else 0.0)) as server:
         arm = ["--arm", f"a={server.url}"]
         code, text, err = await harness(*words, *arm, "--rates", "20")
         assert code == 0, err
         assert "plan: 1 cells" in err
+        facts = json.loads((cell := out / "cells" / "a_q20_r0.json").read_bytes())
+        cell.write_text(json.dumps(facts | {"loop_lag_ms": {"p99": 1e4}}))
         code, text, err = await harness(*words, *arm, "--rates", "20,40", "--bisect", "10", "--resume")
         assert code == 0, err
         events = [json.loads(line) for line in text.splitlines()]
         assert (events[0]["event"], events[0]["cells"], events[0]["bisect_qps"]) == ("plan", 2, 10.0)
         told = [(event["offered_qps"], event["index"]) for event in events if event["event"] == "cell"]
-        assert told == [(40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 0.2 s: 30 halves the boundary
+        assert told == [(20.0, 1), (40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 0.2 s: 30 halves the boundary
         assert events[-1]["event"] == "done" and events[-1]["cells"] == 3
         code, _, err = await harness(*words, *arm, "--rates", "50", "--model", "other", "--resume")
         assert "cells are never mixed" in error_line(code, err), err

@@ -17,7 +17,7 @@ from harness.load import Progress
 from harness.progress import JsonEvents, ProgressLine
 from harness.report import build_summary
 from harness.store import CellKey, RunStore
-from harness.sweep import Plan, Position, cell_order, measure
+from harness.sweep import Plan, Position, cell_order, measure, set_aside_spoiled
 from harness.validity import engine_changes, lasting_environment
 
 TRACE = small_trace(requests=3)
@@ -275,6 +275,41 @@ async def test_a_sweep_goes_on_at_another_port(tmp_path: Path, port: list[str]) 
     cells = list(store.cells())
     assert len(cells) == 2 and len({cell.facts["identity"] for cell in cells}) == 1
     assert engine_changes([cell.facts["engine"] for cell in cells]) == [None, None]
+
+
+async def test_a_spoiled_cell_is_set_aside_and_measured_again_by_each_resumption(tmp_path: Path) -> None:
+    """At both rates the client was late; at 100 the engine did not keep up either, which would not change."""
+    store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",), shared_cores=True), TRACE)
+    first, second = CellKey("a", 50.0, 0), CellKey("a", 100.0, 0)
+
+    def verdicts() -> list[bool]:
+        (arm,) = build_summary(store.manifest, list(store.cells()))["arms"]
+        return [cell["valid"] for cell in arm["cells"]]
+
+    async with FakeServer(lambda index, _: Script(hang_after=0 if index == 6 else -1)) as server:
+        target, plan = Target("a", server.url, "fake"), Plan((50.0, 100.0), drain_timeout_s=0.2)
+        assert await measure(store, [target], TRACE, plan)
+        spoil(store, first)
+        spoil(store, second)
+        assert verdicts() == [False, False]
+        set_aside_spoiled(store, ["b"])
+        assert verdicts() == [False, False]  # no arm that is measured now
+        set_aside_spoiled(store, ["a"])
+        assert [cell.key for cell in store.cells()] == [second]
+        assert await measure(store, [target], TRACE, plan)
+        assert verdicts() == [True, False]
+        spoil(store, first)
+        set_aside_spoiled(store, ["a"])
+    names = sorted(path.name for path in (store.path / "set_aside").glob("*.json"))
+    assert names == ["a_q50_r0-1.json", "a_q50_r0-2.json"]
+    (note,) = build_summary(store.manifest, list(store.cells()))["notes"]
+    assert note.startswith("2 cells were spoiled by a late client")
+
+
+def spoil(store: RunStore, key: CellKey) -> None:
+    """As if the client's loop had stood still for a second."""
+    path = store.path / "cells" / f"{key}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"loop_lag_ms": {"p99": 1e3}}))
 
 
 async def test_an_aborted_cell_is_measured_again(tmp_path: Path) -> None:
