@@ -12,7 +12,7 @@ from pathlib import Path
 from harness import gpu_bench, resident_bench
 from harness.engines import in_image, process
 from harness.errors import UserError
-from harness.options import parse_counts, parse_limits, parse_rates
+from harness.options import parse_counts, parse_limits, parse_rates, parse_words
 from harness.pair import SOURCE_TOKENS, Options, PairRun
 from harness.parity import PROMPT_LENGTHS
 from harness.resident_bench import arms_of
@@ -146,7 +146,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         if arguments.parity_lengths
         else size.parity_lengths,
         seed=arguments.seed,
-        program=tuple(shlex.split(arguments.engine_command)),
+        program=parse_words(arguments.engine_command, "--engine-command"),
         cache=arguments.cache,
         launches=arguments.launches,
         resume=arguments.resume,

@@ -32,7 +32,7 @@ import uvloop
 from harness.errors import UserError
 from harness.files import write_json
 from harness.load import CellRun, CellSpec, Target, run_cell
-from harness.options import parse_rates
+from harness.options import parse_rates, positive
 from harness.stats import quantile
 from harness.trace import Request, Trace
 
@@ -243,7 +243,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     calibrate.add_argument("--rates", default="5,40,80", metavar="Q,Q", help="requests a second (5,40,80)")
     calibrate.add_argument("--body-kb", default="480,800", metavar="K,K", help="request bodies (480,800)")
-    calibrate.add_argument("--seconds", type=float, default=5.0, metavar="S", help="a point, about (5)")
+    calibrate.add_argument("--seconds", type=positive, default=5.0, metavar="S", help="a point, about (5)")
     calibrate.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     calibrate.set_defaults(run=run)
 

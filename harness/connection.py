@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from harness.errors import UserError
 from harness.outbox import Message
 
 REOPEN_S = 0.02
@@ -160,7 +161,7 @@ class Connector:
 
     async def resolve(self) -> None:
         """Look the server's addresses up; where that fails, each request will say so."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # of a name that cannot be one
             found = await asyncio.get_running_loop().getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM
             )
@@ -242,4 +243,9 @@ def auth(api_key: str | None) -> dict[str, str]:
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     """The system's authorities, or only those of `ca_file`; names are always checked."""
-    return ssl.create_default_context(cafile=str(ca_file) if ca_file else None)
+    try:
+        return ssl.create_default_context(cafile=str(ca_file) if ca_file else None)
+    except ssl.SSLError as error:
+        raise UserError(
+            f"--ca-file {ca_file}: {error.reason or error}; give a PEM file of authorities"
+        ) from error

@@ -23,7 +23,7 @@ from harness import docker_pair
 from harness.arms import Arm
 from harness.errors import UserError
 from harness.nvidia import visible_gpus
-from harness.options import parse_counts, parse_rates
+from harness.options import parse_counts, parse_rates, parse_words
 from harness.pair import SOURCE_TOKENS, Options
 from harness.resident import ResidentRun
 from harness.resident_bench import arms_of, resident_options
@@ -205,7 +205,7 @@ def resident_plan(
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes or load.kv_bytes,
         parity_lengths=parse_counts(arguments.parity_lengths) if arguments.parity_lengths else PARITY_LENGTHS,
         seed=arguments.seed,
-        program=tuple(shlex.split(arguments.engine_command)),
+        program=parse_words(arguments.engine_command, "--engine-command"),
         cache=arguments.cache,
         resume=arguments.resume,
         bisect_qps=arguments.bisect,
@@ -220,7 +220,7 @@ def resident_plan(
         longest_context(SOURCE_TOKENS[1], scale, options.output_tokens, *others),
         seeded=True,
         graphs=not arguments.eager,
-        extra=shlex.split(arguments.engine_arguments),
+        extra=parse_words(arguments.engine_arguments, "--engine-arguments"),
         ready_timeout_s=READY_TIMEOUT_S
         if arguments.budget is None
         else min(READY_TIMEOUT_S, max(LEAST_START_S, START_SHARE * 60 * arguments.budget)),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command line's words mean; anything that cannot be meant is a UserError."""
 
+import argparse
 import math
+import shlex
 
 from harness.engines.endpoint import normalise_url
 from harness.errors import UserError
@@ -31,6 +33,22 @@ def parse_arm(text: str) -> tuple[str, str]:
     if not equals:
         raise UserError(f"--arm {text!r} is not NAME=URL; write for example tp8=http://127.0.0.1:8000")
     return check_arm_name(name), normalise_url(url)
+
+
+def parse_words(text: str, option: str) -> tuple[str, ...]:
+    """As a shell would split them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: {str(error).lower()}; close what is open") from None
+
+
+def positive(text: str) -> float:
+    """For argparse: a number that is neither 0, negative nor infinite."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
 
 
 def _positive(text: str, what: str) -> float:

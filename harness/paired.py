@@ -233,8 +233,8 @@ def mcnemar(first: Mapping[str, int], other: Mapping[str, int]) -> McNemar:
     """Exact McNemar test, two-sided, on requests of both arms; the values say in how many repeats each one missed.
 
     A request counts once, for the arm in which it missed more often: asked again it meets the same neighbours, so
-    its repeats are no further requests. Takes requests as independent; a queue makes misses come together, so read a
-    small p beside the interval.
+    its repeats are no further requests. Takes requests as independent and knows nothing of launches: how often that
+    gives a small p by chance shows benchmarks/mcnemar_selftest.py.
     """
     keys = first.keys() & other.keys()
     more_first = sum(first[key] > other[key] for key in keys)

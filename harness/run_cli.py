@@ -4,7 +4,6 @@
 import argparse
 import asyncio
 import contextlib
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.engines.endpoint import ask_model, check_reachable, describe_server
 from harness.errors import UserError
 from harness.load import Target
 from harness.manifest import new_arm, new_manifest
-from harness.options import parse_arm, parse_limits, parse_rates
+from harness.options import parse_arm, parse_limits, parse_rates, positive
 from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
 from harness.signals import on_ending
@@ -204,13 +203,6 @@ def _count(text: str) -> int:
     return value
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("run", help="measure OpenAI-compatible servers that are already running")
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="from `trace make`")
@@ -273,13 +265,13 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bisect",
-        type=_positive,
+        type=positive,
         metavar="STEP",
         help="after the walk, close in on each limit's boundary down to this step in QPS, like 0.025",
     )
     parser.add_argument(
         "--budget",
-        type=_positive,
+        type=positive,
         metavar="MIN",
         help="start no cell that would not end within so many minutes",
     )
@@ -302,5 +294,5 @@ def _add_time_limits(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         parser.add_argument(
-            option, type=_positive, default=default, metavar="S", help=f"{what} (default {default:g})"
+            option, type=positive, default=default, metavar="S", help=f"{what} (default {default:g})"
         )

@@ -9,6 +9,7 @@ import csv
 import hashlib
 import io
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -174,6 +175,7 @@ def import_log(
 def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line number, row); JSON Lines where the first line is an object, else CSV."""
     if not text.lstrip().startswith("{"):
+        csv.field_size_limit(sys.maxsize)  # a column may hold whole prompts
         reader = csv.DictReader(io.StringIO(text))
         yield from ((reader.line_num, row) for row in reader)
         return

@@ -23,8 +23,13 @@ ANSWER_TIMEOUT_S = 10.0
 
 def normalise_url(url: str) -> str:
     """`http://host:port` without path; a trailing `/` or `/v1` is dropped, a proxy's prefix is kept."""
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(
+            f"{url!r} holds what no HTTP request may; percent-encode it, or write a host in punycode"
+        )
     try:
         parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
@@ -46,8 +51,7 @@ async def ask_model(base_url: str, api_key: str | None, ca_file: Path | None = N
             body = await response.read()
             status = response.status
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        cause = f"no answer within {ANSWER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else str(error)
-        raise UserError(f"cannot reach {base_url}: {one_line(cause)}; is the server up?") from error
+        raise UserError(f"cannot reach {base_url}: {_cause(error)}; is the server up?") from error
     if status != 200:
         text = one_line(body.decode("utf-8", errors="replace"))
         raise UserError(f"{url} answered HTTP {status}: {text}; name the model with --model")
@@ -58,6 +62,17 @@ async def ask_model(base_url: str, api_key: str | None, ca_file: Path | None = N
     if len(models) != 1:
         raise UserError(f"{base_url} offers {', '.join(models) or 'no model'}; choose one with --model")
     return models[0]
+
+
+def _cause(error: Exception) -> str:
+    """In words for people: aiohttp's own name its objects."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_TIMEOUT_S:g} s"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        error = error.certificate_error
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error
+    return one_line(str(error))
 
 
 async def describe_server(target: Target, known: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -95,6 +95,9 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "parity": parity,
         "left_out": manifest.get("left_out", {}),
         "client_calibration": manifest.get("client_calibration"),
+        **(
+            {"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}
+        ),  # older runs did not record them
         "notes": [*manifest["notes"], *_set_aside(manifest)],
     }
 

@@ -68,10 +68,15 @@ def basis(summary: Mapping[str, Any]) -> str:
     arrivals = (
         "" if factor is None else f" Its requests arrive at {factor:.3g} times the offered rate (as drawn)."
     )
+    left = ""
+    if "timeouts" in summary:
+        left = (
+            f", and so is one unfinished {summary['timeouts']['drain_s']:g} s after the cell's last was due"
+        )
     return (
         f"Scale {summary['scale']:g}, trace {summary['trace_sha256'][:12]}.{arrivals} Limits on TTFT: {limits} "
         f"({summary['limits_rule']}). TTFT counts from the time at which the request was due; a failed "
-        "request is a miss. " + _client_rule(summary)
+        f"request is a miss{left}. {_client_rule(summary)}"
     )
 
 
@@ -196,7 +201,8 @@ PAIRED_NOTE = (
     "Medians over requests of the same request's TTFT in two arms, over all pairs of launches. Intervals: 95 %, "
     "cohorts drawn in runs, launches as random effects. Resolved: the interval excludes 0 and the median is larger "
     "than any between launches of one arm. McNemar: requests that missed the limit in more repeats of one arm than "
-    "of the other, and the exact two-sided p, which takes requests as independent."
+    "of the other, and the exact two-sided p, which takes requests as independent and knows nothing of launches: a small p "
+    "of many requests may come of chance alone (docs/statistics.md)."
 )
 
 

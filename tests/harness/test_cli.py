@@ -117,6 +117,7 @@ async def test_run_then_report(tmp_path: Path, trace_file: Path) -> None:
     assert main(["report", str(out)]) == 0
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert (out / "table.md").read_text() in text
+    assert "and so is one unfinished 300 s after the cell's last was due" in text
 
 
 @pytest.mark.usefixtures("hangups_are_heard")
@@ -235,6 +236,10 @@ Change = Callable[[dict[str, str]], object]
         ({"--arm": "http://127.0.0.1:1"}, "is not NAME=URL"),
         ({"--arm": "a=ftp://h:1"}, "is not a server's URL"),
         ({"--arm": "a/b=http://127.0.0.1:1"}, "arm name 'a/b'"),
+        ({"--arm": "a=http://a..b:80", "--model": "m"}, "is not a server's URL"),
+        ({"--arm": "a=http://127.0.0.1:1/模", "--model": "m"}, "percent-encode it"),
+        ({"--arm": "a=http://127.0.0.1:1/a b", "--model": "m"}, "percent-encode it"),
+        ({"--arm": "a=https://127.0.0.1:1", "--ca-file": "{trace}"}, "give a PEM file of authorities"),
         ({"--rates": "0.5,x"}, "'x' is not a number"),
         ({"--rates": "0.5,0.50"}, "rate 0.5 is given twice"),
         ({"--rates": "0"}, "'0' is not positive"),
@@ -242,7 +247,10 @@ Change = Callable[[dict[str, str]], object]
         ({"--fixed-cohort": "9"}, "no cohort 9"),
         ({"--trace": "missing.jsonl"}, "cannot read trace missing.jsonl"),
         ({"--api-key-file": "missing"}, "cannot read the API key"),
-        ({"--arm": "a=http://127.0.0.1:{closed}"}, "is the server up?"),
+        (
+            {"--arm": "a=http://127.0.0.1:{closed}"},
+            "Connect call failed ('127.0.0.1', {closed}); is the server",
+        ),
         ({"--arm": "a=http://127.0.0.1:{closed}", "--model": "m"}, "is the server up?"),
         ({"--out": "{here}"}, "already in use"),
     ],
@@ -261,12 +269,15 @@ async def test_mistakes_are_told_in_one_line(
             options |= {"--out": str(tmp_path / "out"), **change}
             port = str(closed.getsockname()[1])
             words = [
-                w.replace("{closed}", port).replace("{here}", str(tmp_path))
+                w.replace("{closed}", port)
+                .replace("{here}", str(tmp_path))
+                .replace("{trace}", str(trace_file))
                 for kv in options.items()
                 for w in kv
             ]
             code = await asyncio.to_thread(main, ["run", "--skip-calibration", *words])
-    assert expected in error_line(code, capsys.readouterr().err)
+    line = error_line(code, capsys.readouterr().err)
+    assert expected.replace("{closed}", port) in line and "object at" not in line
     assert not (tmp_path / "out").exists()
 
 
@@ -279,6 +290,7 @@ async def test_mistakes_are_told_in_one_line(
             "was changed",
         ),
         (["report", "nowhere"], "holds no run"),
+        (["bench", "--engine-command", "'", "--dry-run"], """--engine-command "'": no closing quotation"""),
         ([*MAKE.split(), "--arrivals", "poisson", "--seed", "-1", "--out", "x"], "--seed is -1"),
     ],
 )
@@ -286,6 +298,13 @@ async def test_mistakes_leave_no_traceback(trace_file: Path, arguments: list[str
     trace_file.write_text(trace_file.read_text().replace('"arrival":1.0', '"arrival":1.25', 1))
     code, _, err = await harness(*(word.replace("{trace}", str(trace_file)) for word in arguments))
     assert expected in error_line(code, err)
+
+
+def test_a_calibration_lasts_some_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in ("nan", "inf", "0"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["calibrate", "--seconds", seconds])
+        assert f"{seconds} is not a positive number" in capsys.readouterr().err
 
 
 async def test_two_models_must_be_chosen_from(

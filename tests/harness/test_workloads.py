@@ -120,6 +120,13 @@ def test_a_log_gives_lengths_and_gaps_in_the_order_of_time(tmp_path: Path) -> No
     assert len(imported(log, limit=2 + 1).requests) == 3
 
 
+def test_a_log_may_hold_whole_prompts(tmp_path: Path) -> None:
+    """A text of 120,000 tokens is longer than csv takes by itself."""
+    path = tmp_path / "log.csv"
+    path.write_text(f"time,prompt_tokens,output_tokens,text\n1,10,2,{'word ' * 120_000}\n")
+    assert [row.prompt_tokens for row in read_log(path)] == [10]
+
+
 def test_json_lines_with_other_names_and_iso_times_are_the_same_log(tmp_path: Path) -> None:
     (csv := tmp_path / "log.csv").write_text(LOG)
     rows = [("00:00:10", 30, 4), ("00:00:10", 5, 1), ("00:00:16", 20, 3), ("00:00:14", 8, 2)]
