@@ -4,8 +4,8 @@
 import math
 
 from harness.files import write_bytes, write_json
+from harness.report.differences import paired_ttft
 from harness.report.page import page
-from harness.report.pairs import paired_ttft
 from harness.report.plots import drawn_plots, valid_cells, write_plots
 from harness.report.sheets import cells_csv, paired_csv
 from harness.report.summary import build_summary

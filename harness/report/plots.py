@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from harness.files import whole
-from harness.report.pairs import paired_ttft
+from harness.report.differences import paired_ttft
 from harness.store import Cell
 from harness.validity import ttft_s
 

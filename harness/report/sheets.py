@@ -57,7 +57,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
 
 
 def paired_csv(pairs: Iterable[Sequence[Any]]) -> str:
-    """One line for each request of each comparison; see `pairs.paired_ttft`."""
+    """One line for each request of each comparison; see `differences.paired_ttft`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.client import CANCELLED, OK, RequestRecord
-from harness.report.kv_waits import kv_waits
-from harness.report.pairs import (
+from harness.report.differences import (
     as_json,
     boundary_section,
     launch_of,
     noise_floors,
     paired_section,
 )
+from harness.report.kv_waits import kv_waits
 from harness.saturation import independent_requests
 from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
 from harness.stats import Interval, percentile, percentile_interval, quantile, share_interval, supports

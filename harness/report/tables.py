@@ -201,8 +201,8 @@ PAIRED_NOTE = (
     "Medians over requests of the same request's TTFT in two arms, over all pairs of launches. Intervals: 95 %, "
     "cohorts drawn in runs, launches as random effects. Resolved: the interval excludes 0 and the median is larger "
     "than any between launches of one arm. McNemar: requests that missed the limit in more repeats of one arm than "
-    "of the other, and the exact two-sided p, which takes requests as independent and knows nothing of launches: a small p "
-    "of many requests may come of chance alone (docs/statistics.md)."
+    "of the other, and the exact two-sided p, which takes requests as independent and knows nothing of launches: a "
+    "small p of many requests may come of chance alone (docs/statistics.md)."
 )
 
 
