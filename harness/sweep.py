@@ -69,13 +69,12 @@ async def measure(
     """Measure what is left of `plan` on all `targets`; False when `stop` or the budget ended it early.
 
     Each arm gets one warm-up request before its first cell, but for those `warmed` already, and another one when its
-    server was started anew between two cells. A cell that `stop`
-    cut short is kept, marked aborted, and measured again by the next call. `engines` holds what to record about
-    each arm's engine with its cells, by the arm's name, and `launches` which launch of it this is, from 0; where
-    others start and end it, `describe` says before each cell what it is now. A cell begins when the engine is idle,
-    or a minute later: then it does not count. Raises
-    UserError when a server refuses a cell's first requests (that cell is kept too), and when the store holds cells
-    of another engine, trace or harness.
+    server was started anew between two cells. A cell that `stop` cut short is kept, marked aborted, and measured
+    again by the next call. `engines` holds what to record about each arm's engine with its cells, by the arm's name,
+    and `launches` which launch of it this is, from 0; where others start and end it, `describe` says before each cell
+    what it is now. A cell begins when the engine is idle, or a minute later: then it does not count. Raises UserError
+    when a server refuses a cell's first requests (that cell is kept too), and when the store holds cells of another
+    engine, trace or harness.
     """
     stop = stop or asyncio.Event()
     began_s = time.monotonic()
