@@ -13,6 +13,7 @@ these cost more than the bounds that the harness sets itself. HTTP is parsed by 
 
 import asyncio
 import contextlib
+import functools
 import select
 import socket
 import ssl
@@ -241,6 +242,7 @@ def auth(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+@functools.cache
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     """The system's authorities, or only those of `ca_file`; names are always checked."""
     try:

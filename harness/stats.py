@@ -78,7 +78,7 @@ def percentile_interval(
     if low < 1 or high > m:
         return None
     ordered = sorted(values)
-    return Interval(ordered[max(1, low * n // m) - 1], ordered[-(-high * n // m) - 1])
+    return Interval(ordered[low * n // m - 1], ordered[-(-high * n // m) - 1])
 
 
 def share_interval(count: int, n: int, independent: float = math.inf) -> Interval:

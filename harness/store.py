@@ -31,7 +31,7 @@ from harness.scrape import COLUMNS, Sample
 from harness.stats import quantile
 from harness.trace import Trace, load_trace, save_trace
 
-NEEDED_OF_A_CELL = [
+NEEDED_OF_A_CELL = (
     "aborted",
     "arm",
     "engine",
@@ -42,7 +42,7 @@ NEEDED_OF_A_CELL = [
     "repeat",
     "started_unix_s",
     "trace_sha256",
-]
+)
 
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
@@ -213,6 +213,7 @@ class RunStore:
             "launch": launch,
             "identity": identity,
             "prefix_cache_reset": prefix_cache_reset,
+            "measured_again": self._times_set_aside(key),
             "metrics": summarise_samples(samples, run.started_unix_s, _ended_unix_s(run)),
         }
         write_json(self._cells / f"{key}.json", facts)
@@ -221,11 +222,14 @@ class RunStore:
         """Keeps a cell apart, numbered, before it is measured again."""
         folder = self.path / "set_aside"
         folder.mkdir(exist_ok=True)
-        number = 1 + len(list(folder.glob(f"{key}-*.json")))
+        number = 1 + self._times_set_aside(key)
         for suffix in ("json", "parquet", "metrics.parquet"):
             source = self._cells / f"{key}.{suffix}"
             if source.exists():
                 source.rename(folder / f"{key}-{number}.{suffix}")
+
+    def _times_set_aside(self, key: CellKey) -> int:
+        return len(list((self.path / "set_aside").glob(f"{key}-*.json")))
 
     def cells(self) -> Iterator[Cell]:
         """Every cell kept so far, by arm, rate and repeat; all of one trace."""

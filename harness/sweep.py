@@ -36,6 +36,7 @@ WARM_UP_SEED = 20_261_129
 FIRST_TAIL_S = 10.0  # guess of a cell's time beyond its schedule, before one was measured
 RESET_TIMEOUT_S = 10.0
 IDLE_WAIT_S = 60.0
+TRIES = 3  # at measuring a spoiled cell again
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ async def measure(
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
     warmed: Collection[str] = (),
+    resumed: bool = False,
 ) -> bool:
     """Measure what is left of `plan` on all `targets`; False when `stop` or the budget ended it early.
 
@@ -72,9 +74,9 @@ async def measure(
     server was started anew between two cells. A cell that `stop` cut short is kept, marked aborted, and measured
     again by the next call. `engines` holds what to record about each arm's engine with its cells, by the arm's name,
     and `launches` which launch of it this is, from 0; where others start and end it, `describe` says before each cell
-    what it is now. A cell begins when the engine is idle, or a minute later: then it does not count. Raises UserError
-    when a server refuses a cell's first requests (that cell is kept too), and when the store holds cells of another
-    engine, trace or harness.
+    what it is now. With `resumed` the cells that earlier sessions spoiled are measured again. A cell begins when the
+    engine is idle, or a minute later: then it does not count. Raises UserError when a server refuses a cell's first
+    requests (that cell is kept too), and when the store holds cells of another engine, trace or harness.
     """
     stop = stop or asyncio.Event()
     began_s = time.monotonic()
@@ -85,15 +87,19 @@ async def measure(
     outcomes: dict[CellKey, Outcome] = {}
     tails_s: list[float] = []
     asked: set[str] = set()
-    for cell in store.cells():
+    again = spoiled_cells(store) if resumed else set()
+    for cell in sorted(store.cells(), key=lambda cell: cell.facts["started_unix_s"]):
         arm = cell.key.arm
         if arm not in by_name or cell.facts["aborted"]:
             continue
+        if stop.is_set():
+            return False
         if describe and arm not in asked:
             facts[arm] = dict(await describe(by_name[arm], cell.facts["engine"] or {}))
             asked.add(arm)
         _require_same(cell, facts[arm], trace)
-        outcomes[cell.key] = outcome_of(cell)
+        if cell.key not in again:
+            outcomes[cell.key] = outcome_of(cell)
         tails_s.append(_tail_s(cell, trace))
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
     # By arm: when the process that was warmed up had been started, as far as it tells.
@@ -115,10 +121,10 @@ async def measure(
             await _warm_up(target, trace, plan, stop)  # somebody started it anew
             await wait_until_idle(target, stop, IDLE_WAIT_S)
         warm[key.arm] = started_unix_s or warm[key.arm]
-        if describe:  # when it is idle: a busy server may miss a question
-            facts[key.arm] = dict(await describe(target, facts[key.arm]))
         if stop.is_set():
             return False
+        if describe:  # when it is idle: a busy server may miss a question
+            facts[key.arm] = dict(await describe(target, facts[key.arm]))
 
         # A salt of its own: a cell finds no prefix that another one, or an older run, left in the cache.
         salt = f"{key}-{secrets.token_hex(8)}"
@@ -140,6 +146,8 @@ async def measure(
         was_reset = await reset_prefix_cache(target)
         async with Scraper(target) as scraper:
             run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)
+        if key in again:
+            store.set_aside(key)
         store.write_cell(
             key,
             run,
@@ -164,22 +172,19 @@ async def measure(
     return True
 
 
-def set_aside_spoiled(store: RunStore, arms: Collection[str]) -> None:
-    """Sets aside what says nothing about these `arms`' servers (`Verdict.spoiled`), to be measured again.
+def spoiled_cells(store: RunStore) -> set[CellKey]:
+    """What a resumption measures again: cells that say nothing about their server (`Verdict.spoiled`).
 
-    For somebody who resumes a run, once: a session that did so by itself would do it for ever on a busy machine. The
-    manifest keeps count, for which cells are measured again must not depend on what they say.
+    For somebody who resumes a run: a session that did so by itself would do it for ever on a busy machine. Each at
+    most TRIES times: a restart that the load brings about comes with every measurement.
     """
     manifest = store.manifest
-    spoiled = [
+    return {
         cell.key
         for cell in store.cells()
-        if cell.key.arm in arms and judge(evidence_of(manifest, cell.facts, cell.records)).spoiled
-    ]
-    if spoiled:
-        store.write_manifest({**manifest, "set_aside": [*manifest.get("set_aside", []), *map(str, spoiled)]})
-    for key in spoiled:
-        store.set_aside(key)
+        if cell.facts.get("measured_again", 0) < TRIES
+        and judge(evidence_of(manifest, cell.facts, cell.records)).spoiled
+    }
 
 
 def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:

@@ -95,7 +95,7 @@ class Verdict:
     """Whether a cell counts: it does where there are no `reasons`, one sentence each.
 
     `unstable`: its server cannot keep up with this load, whatever else is wrong with the cell. `spoiled`: it says
-    nothing about the server, by no fault of the load; measured again, it may count.
+    nothing about the server at this load; measured again, it may count.
     """
 
     reasons: tuple[str, ...] = ()
@@ -283,7 +283,9 @@ def _prefix_hits(evidence: Evidence) -> Iterator[str]:
 def _restarted(evidence: Evidence) -> Iterator[str]:
     if evidence.metrics.get("engine_restarted"):
         yield "engine restarted during the cell"
-    elif not evidence.metrics.get("answered_at_end", True):
+    elif not evidence.metrics.get("answered_at_end", True) and all(
+        record.status != CANCELLED for record in evidence.records
+    ):  # with requests left at the drain limit it may be too busy to answer
         yield "the engine had stopped answering /metrics when the cell ended"
 
 

@@ -35,7 +35,7 @@ TOKEN_VARIABLE = "KIMI_K3_RUN_TOKEN"
 RECORDED_PREFIXES = (
     *("VLLM_", "KIMI_K3_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_HUB_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "GLOO_", "UCX_"),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "LD_BIND_NOW"),
 )
 """How the environment variables begin that are recorded and tell one engine from another."""
 SECRET = re.compile("KEY|TOKEN|SECRET|PASS")

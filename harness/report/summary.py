@@ -98,18 +98,18 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         **(
             {"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}
         ),  # older runs did not record them
-        "notes": [*manifest["notes"], *_set_aside(manifest)],
+        "notes": [*manifest["notes"], *_set_aside(cells)],
     }
 
 
-def _set_aside(manifest: Mapping[str, Any]) -> list[str]:
+def _set_aside(cells: Sequence[Cell]) -> list[str]:
     """How often cells were measured again; their first measurements are kept in a folder of their own."""
-    count = len(manifest.get("set_aside", ()))
+    count = sum(cell.facts.get("measured_again", 0) for cell in cells)
     if not count:
         return []
     what = "1 cell was" if count == 1 else f"{count} cells were"
-    why = "spoiled by a late client, load of others or a restart"
-    return [f"{what} {why}, and set aside (set_aside/) to be measured again."]
+    why = "a late client, load of others or the end of an engine had spoiled"
+    return [f"{what} set aside (set_aside/) and measured again: {why} {'it' if count == 1 else 'them'}."]
 
 
 def _evidence(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:
@@ -206,7 +206,7 @@ def _interval(
         return None, "n too small"
     if found := percentile_interval(ttft, percent, independent):
         return found, None
-    return None, f"n too small: waiting for one another, {len(ttft)} requests count as {independent:.2g}"
+    return None, f"n too small: waiting for one another, {len(ttft)} requests count as {independent:.1f}"
 
 
 def _at_least(records: Sequence[RequestRecord], ttft: Sequence[float]) -> dict[str, float]:

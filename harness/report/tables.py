@@ -166,7 +166,7 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
             f"{cell['offered_qps']:g}",
             str(cell["repeat"]),
             str(cell["n"]),
-            f"{cell['independent_requests']:.3g}",
+            f"{cell['independent_requests']:.1f}",
             *(_interval(cell, name) for name in ("p50", "p90")),
             _number(cell["ttft_from_send_s"]["p50"], ".3f"),
             *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from builders import cell_run, manifest, record, small_trace
 
-from harness import run_folder
+from harness import sweep
 from harness.cli import main
 from harness.engines.process import Engine, free_port
 from harness.errors import UserError
@@ -58,7 +58,7 @@ def measured(out: Path) -> list[tuple[str, float, int, int]]:
 def test_killed_restarted_and_resumed_as_another_launch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "set_aside_spoiled", lambda *_: None)  # a busy machine makes clients late
+    monkeypatch.setattr(sweep, "spoiled_cells", lambda _: set())  # a busy machine makes clients late
     out = tmp_path / "run"
     long = ["--lone-prompts", "1", "--contexts", "2"]
     assert main(on_gpus(out, *long, "--kill", "dcp2")) == 0

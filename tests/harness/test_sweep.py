@@ -17,7 +17,7 @@ from harness.load import Progress
 from harness.progress import JsonEvents, ProgressLine
 from harness.report import build_summary
 from harness.store import CellKey, RunStore
-from harness.sweep import Plan, Position, cell_order, measure, set_aside_spoiled
+from harness.sweep import TRIES, Plan, Position, cell_order, measure
 from harness.validity import engine_changes, lasting_environment
 
 TRACE = small_trace(requests=3)
@@ -277,33 +277,37 @@ async def test_a_sweep_goes_on_at_another_port(tmp_path: Path, port: list[str]) 
     assert engine_changes([cell.facts["engine"] for cell in cells]) == [None, None]
 
 
-async def test_a_spoiled_cell_is_set_aside_and_measured_again_by_each_resumption(tmp_path: Path) -> None:
+async def test_a_spoiled_cell_is_measured_again_by_each_resumption(tmp_path: Path) -> None:
     """At both rates the client was late; at 100 the engine did not keep up either, which would not change."""
     store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",), shared_cores=True), TRACE)
     first, second = CellKey("a", 50.0, 0), CellKey("a", 100.0, 0)
 
     def verdicts() -> list[bool]:
         (arm,) = build_summary(store.manifest, list(store.cells()))["arms"]
-        return [cell["valid"] for cell in arm["cells"]]
+        return [cell["valid"] for cell in arm["cells"][:2]]
+
+    def kept_aside() -> list[str]:
+        return sorted(path.name for path in (store.path / "set_aside").glob("*.json"))
 
     async with FakeServer(lambda index, _: Script(hang_after=0 if index == 6 else -1)) as server:
         target, plan = Target("a", server.url, "fake"), Plan((50.0, 100.0), drain_timeout_s=0.2)
         assert await measure(store, [target], TRACE, plan)
         spoil(store, first)
         spoil(store, second)
-        assert verdicts() == [False, False]
-        set_aside_spoiled(store, ["b"])
-        assert verdicts() == [False, False]  # no arm that is measured now
-        set_aside_spoiled(store, ["a"])
-        assert [cell.key for cell in store.cells()] == [second]
-        assert await measure(store, [target], TRACE, plan)
-        assert verdicts() == [True, False]
-        spoil(store, first)
-        set_aside_spoiled(store, ["a"])
-    names = sorted(path.name for path in (store.path / "set_aside").glob("*.json"))
-    assert names == ["a_q50_r0-1.json", "a_q50_r0-2.json"]
+        assert await measure(store, [target], TRACE, plan)  # nobody resumed
+        assert await measure(store, [target], TRACE, Plan((200.0,)), resumed=True)  # neither rate
+        with pytest.raises(UserError, match="cells are never mixed"):
+            await measure(store, [target], TRACE, plan, engines={"a": {"digest": "another"}}, resumed=True)
+        assert verdicts() == [False, False] and kept_aside() == []
+        assert await measure(store, [target], TRACE, plan, resumed=True)
+        assert verdicts() == [True, False] and kept_aside() == ["a_q50_r0-1.json"]
+        for _ in range(TRIES):
+            spoil(store, first)
+            assert await measure(store, [target], TRACE, plan, resumed=True)
+    assert verdicts() == [False, False]
+    assert kept_aside() == [f"a_q50_r0-{number}.json" for number in range(1, TRIES + 1)]
     (note,) = build_summary(store.manifest, list(store.cells()))["notes"]
-    assert note.startswith("2 cells were spoiled by a late client")
+    assert note.startswith("3 cells were set aside (set_aside/) and measured again: a late client")
 
 
 def spoil(store: RunStore, key: CellKey) -> None:

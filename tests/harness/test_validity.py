@@ -146,7 +146,8 @@ LEFT = [*SERVED[:-1], replace(SERVED[-1], status="cancelled")]
         (LEFT, {"loop_lag_p99_s": 1.0}, True, False),  # overload makes the client late too
         (LEFT, {"metrics": {"requests_before": 45.0}}, False, True),
         (LEFT, {"metrics": {"engine_restarted": True}}, False, True),
-        (LEFT, {"metrics": {"answered_at_end": False}}, False, True),
+        (SERVED, {"metrics": {"answered_at_end": False}}, False, True),
+        (LEFT, {"metrics": {"answered_at_end": False}}, True, False),  # too busy to answer
         (LEFT, {"engine_change": "digest differ"}, False, False),
         ([replace(r, server_prompt_tokens=11) for r in LEFT], {}, False, False),
         (LEFT, {"metrics": {"prefix_hits_delta": 1.0}}, True, False),
@@ -156,7 +157,7 @@ LEFT = [*SERVED[:-1], replace(SERVED[-1], status="cancelled")]
 def test_what_an_invalid_cell_still_says(
     records: list[RequestRecord], changes: dict[str, Any], unstable: bool, spoiled: bool
 ) -> None:
-    """Only the trace's own load proves an engine unstable; only what was no fault of the load spoils a cell."""
+    """Only the trace's own load proves an engine unstable; only what says nothing of that load spoils a cell."""
     found = verdict(records, **changes)
     assert (found.unstable, found.spoiled) == (unstable, spoiled)
     assert any(reason.startswith("unstable") for reason in found.reasons) == unstable

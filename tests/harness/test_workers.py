@@ -80,7 +80,7 @@ async def test_a_signal_to_the_whole_group_keeps_the_cell(tmp_path: Path, number
             start_new_session=True,
         )
         await sent.wait()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.0)  # what is answered at once has come, and its process has finished
         os.killpg(process.pid, number)
         _, err = await process.communicate()
     assert process.returncode == 2
