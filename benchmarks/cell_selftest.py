@@ -10,14 +10,13 @@ of the cells print an interval without the truth, at each load and length.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from statistics_selftest import Case, Floats, as_records, simulate_cell
+from statistics_selftest import Case, Floats, as_records, keep, simulate_cell
 
 from harness.saturation import independent_requests
 from harness.stats import Interval, percentile_interval, share_interval
@@ -120,14 +119,12 @@ def main() -> int:
     text = table(found)
     print(text)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "command": f"python benchmarks/cell_selftest.py --cells {arguments.cells}",
             "required": {"printed_and_wrong_at_most": MAX_WRONG},
             "found": [asdict(each) for each in found],
         }
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-        arguments.out.with_suffix(".md").write_text(text + "\n")
+        keep(arguments.out, record, text)
     return 0 if all(each.wrong <= MAX_WRONG for each in found) else 1
 
 

@@ -59,7 +59,6 @@ def main() -> None:
             f"--contexts must be multiples of {PAGE * world}: pages of {PAGE} rows on each of {world} ranks"
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     group, stock = start(world, rank, device)
     if stock is None:

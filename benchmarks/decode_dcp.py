@@ -59,7 +59,6 @@ def main() -> None:
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     torch.cuda.set_device(device)
     group = stock = None
     if world > 1:
@@ -135,6 +134,7 @@ def judge(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, Any] | None]:
     """The NCCL group of all ranks, and vLLM's collectives over it where vLLM is installed."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     if importlib.util.find_spec("vllm") is None:
         if rank == 0:
             print("vLLM is not installed: its merges are left out")

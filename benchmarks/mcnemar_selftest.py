@@ -10,12 +10,11 @@ reads a small p.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from statistics_selftest import LAUNCH_SPREAD, Case, Floats, simulate
+from statistics_selftest import LAUNCH_SPREAD, Case, Floats, keep, simulate
 
 from harness.paired import mcnemar
 
@@ -62,15 +61,13 @@ def main() -> int:
     text = "\n".join(lines)
     print(text)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "command": f"python benchmarks/mcnemar_selftest.py --pairs {arguments.pairs}",
             "launch_spread": LAUNCH_SPREAD,
             "p_below": SMALL,
             "found": found,
         }
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-        arguments.out.with_suffix(".md").write_text(text + "\n")
+        keep(arguments.out, record, text)
     return 0
 
 

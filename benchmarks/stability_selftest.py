@@ -8,12 +8,11 @@ unless at most 2 % of the cells of 60 requests at 85 % load are called unstable.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from statistics_selftest import Case, as_records, simulate_cell
+from statistics_selftest import Case, as_records, keep, simulate_cell
 
 from harness.validity import GROWTH_Z, backlog_growth
 
@@ -51,10 +50,8 @@ def main() -> int:
     ]
     print("\n".join(lines))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         record = {"cells": arguments.cells, "z": GROWTH_Z, "called_unstable": shares}
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        keep(arguments.out, record, "\n".join(lines))
     return 0 if shares[60][0.85] <= MAX_FALSE else 1
 
 

@@ -28,12 +28,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -265,6 +265,13 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
+def keep(out: Path, record: Mapping[str, Any], text: str) -> None:
+    """The record as JSON, and the table beside it as Markdown."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=2) + "\n")
+    out.with_suffix(".md").write_text(text + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Coverage of the harness's paired intervals.")
     parser.add_argument("--pairs", type=int, default=500, help="simulated pairs a case (default 500)")
@@ -283,7 +290,6 @@ def main() -> int:
     text = table(results)
     print(text)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "command": "python benchmarks/statistics_selftest.py"
             f" --pairs {arguments.pairs} --truth-pairs {arguments.truth_pairs}",
@@ -294,8 +300,7 @@ def main() -> int:
             "required": {"coverage": COVERAGE, "zero_excluded_at_most": MAX_FALSE},
             "cases": [asdict(result) for result in results],
         }
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-        arguments.out.with_suffix(".md").write_text(text + "\n")
+        keep(arguments.out, record, text)
     return 0 if all(result.ok is not False for result in results) else 1
 
 

@@ -54,10 +54,11 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
     refused = [m["parity"] for m in manifests if m.get("parity") and not m["parity"]["ok"]]
     parity = refused[0] if refused else None  # what one run refused is no result beside another run either
     points = [m["client_calibration"] for m in manifests if m.get("client_calibration")]
-    timeouts = [m.get("timeouts") for m in manifests]
+    facts = dict(manifests[0])
+    if facts.get("timeouts") != manifests[1].get("timeouts"):
+        facts.pop("timeouts", None)  # they are neither's alone
     return {
-        **{name: fact for name, fact in manifests[0].items() if name != "timeouts"},
-        **({"timeouts": timeouts[0]} if timeouts[0] and timeouts[0] == timeouts[1] else {}),
+        **facts,
         "arms": arms,
         "notes": _notes(manifests, labels),
         "parity": parity,

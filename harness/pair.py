@@ -12,7 +12,7 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,12 +34,12 @@ from harness.serving import HOST, longest_context, on_cpu
 from harness.sla import GIVEN, SOURCE_LIMITS_S, Limits
 from harness.steps import Steps
 from harness.store import CellKey, RunStore
-from harness.sweep import Plan, Position, measure, spoiled_cells
+from harness.sweep import Plan, Position, due_again, measure
 from harness.trace import Trace, make_trace
 
 SOURCE_TOKENS = (60_000, 180_000)
-REQUEST_TIMEOUT_S = 600.0
-DRAIN_TIMEOUT_S = 120.0
+PLAN = Plan((), request_timeout_s=600.0, drain_timeout_s=120.0)
+"""Of any cell; its rate and launch come with it."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,6 @@ class PairRun:
 
     def _open(self, trace: Trace, model: Path) -> RunFolder:
         options = self.options
-        limits = Plan((), request_timeout_s=REQUEST_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S)
         folder = RunFolder.open(
             options.out,
             trace,
@@ -227,7 +226,7 @@ class PairRun:
             facts={
                 "checkpoint": {"path": str(model), "sha256": sha256_of(model)},
                 "launches": options.launches,
-                "timeouts": limits.timeouts,
+                "timeouts": PLAN.timeouts,
             },
             resume=options.resume,
         )
@@ -240,11 +239,14 @@ class PairRun:
 
     def _is_measured(self, arm: Arm, launch: int) -> bool:
         """Whether nothing of this launch is left; an arm that stopped early is found out by its sweep."""
-        done = {cell.key for cell in self._run.store.cells() if not cell.facts["aborted"]}
-        wanted = {CellKey(arm.name, rate, launch) for rate in self._run.manifest["rates"]}
-        if self.options.resume:
-            done -= spoiled_cells(self._run.store)
-        return bool(self._run.manifest["frozen"]) and wanted <= done
+        manifest = self._run.manifest
+        done = {
+            cell.key
+            for cell in self._run.store.cells()
+            if not (cell.facts["aborted"] or (self.options.resume and due_again(cell, manifest)))
+        }
+        wanted = {CellKey(arm.name, rate, launch) for rate in manifest["rates"]}
+        return bool(manifest["frozen"]) and wanted <= done
 
     # One arm
 
@@ -302,11 +304,10 @@ class PairRun:
             position = Position(key, before + index, len(order) * len(rates))
             self._stop = stop = asyncio.Event()
             watching = asyncio.ensure_future(_set_at_end(engine, stop))
-            plan = Plan(
-                (rate,),
+            plan = replace(
+                PLAN,
+                rates=(rate,),
                 first_repeat=launch,
-                request_timeout_s=REQUEST_TIMEOUT_S,
-                drain_timeout_s=DRAIN_TIMEOUT_S,
                 budget_s=None if self.options.budget_s is None else self._left_s(),
             )
             try:

@@ -25,7 +25,6 @@ from typing import TextIO
 from harness import long_context
 from harness.baseline import measure_baseline
 from harness.calibrate import brief, error_bar
-from harness.course import Plan
 from harness.errors import UserError
 from harness.fleet import Fleet
 from harness.load import Target
@@ -35,7 +34,7 @@ from harness.prepare import sha256_of
 from harness.resident_long import LongPrompts
 from harness.resident_options import ResidentOptions
 from harness.resident_parity import ResidentParity
-from harness.resident_sweep import DRAIN_TIMEOUT_S, REQUEST_TIMEOUT_S, ResidentSweep, death_text
+from harness.resident_sweep import PLAN, ResidentSweep, death_text
 from harness.run_folder import RunFolder
 from harness.steps import Steps
 from harness.store import RunStore
@@ -132,7 +131,6 @@ class ResidentRun:
     def _open(self, trace: Trace) -> RunFolder:
         options, resident = self.options, self.resident
         model = resident.serving.model
-        limits = Plan((), request_timeout_s=REQUEST_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S)
         folder = RunFolder.open(
             options.out,
             trace,
@@ -144,7 +142,7 @@ class ResidentRun:
             facts={
                 "checkpoint": {"path": str(model), "sha256": sha256_of(model)},
                 "resident": True,
-                "timeouts": limits.timeouts,
+                "timeouts": PLAN.timeouts,
             },
             resume=options.resume,
         )

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 from harness.arms import Arm
@@ -25,8 +26,8 @@ from harness.sweep import Plan, Position, measure
 from harness.trace import Trace
 
 MAX_RESTARTS = 2
-REQUEST_TIMEOUT_S = 600.0
-DRAIN_TIMEOUT_S = 180.0
+PLAN = Plan((), request_timeout_s=600.0, drain_timeout_s=180.0)
+"""Of any session; its rates come with it."""
 
 
 class ResidentSweep:
@@ -115,11 +116,10 @@ class ResidentSweep:
             line(position, progress)
             self._kill_in_the_middle(position.key, progress)
 
-        plan = Plan(
-            tuple(manifest["rates"]),
+        plan = replace(
+            PLAN,
+            rates=tuple(manifest["rates"]),
             repeats=manifest["repeats"],
-            request_timeout_s=REQUEST_TIMEOUT_S,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
             budget_s=left_s if math.isfinite(left_s) else None,
             grid_qps=self._bisect_qps,
         )

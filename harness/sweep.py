@@ -83,11 +83,12 @@ async def measure(
     arms = [target.name for target in targets]
     by_name = {target.name: target for target in targets}
     facts = {arm: dict((engines or {}).get(arm) or {}) for arm in arms}
-    outcome_of = _outcomes_of(store.manifest)
+    manifest = store.manifest
+    outcome_of = _outcomes_of(manifest)
     outcomes: dict[CellKey, Outcome] = {}
     tails_s: list[float] = []
     asked: set[str] = set()
-    again = spoiled_cells(store) if resumed else set()
+    again: set[CellKey] = set()
     for cell in sorted(store.cells(), key=lambda cell: cell.facts["started_unix_s"]):
         arm = cell.key.arm
         if arm not in by_name or cell.facts["aborted"]:
@@ -98,7 +99,9 @@ async def measure(
             facts[arm] = dict(await describe(by_name[arm], cell.facts["engine"] or {}))
             asked.add(arm)
         _require_same(cell, facts[arm], trace)
-        if cell.key not in again:
+        if resumed and due_again(cell, manifest):
+            again.add(cell.key)
+        else:
             outcomes[cell.key] = outcome_of(cell)
         tails_s.append(_tail_s(cell, trace))
     body_bytes = fmean(len(encode_body(targets[0], request, "")) for request in trace.requests)
@@ -172,19 +175,15 @@ async def measure(
     return True
 
 
-def spoiled_cells(store: RunStore) -> set[CellKey]:
-    """What a resumption measures again: cells that say nothing about their server (`Verdict.spoiled`).
+def due_again(cell: Cell, manifest: Mapping[str, Any]) -> bool:
+    """Whether a resumption measures this cell again: it says nothing about its server (`Verdict.spoiled`).
 
     For somebody who resumes a run: a session that did so by itself would do it for ever on a busy machine. Each at
     most TRIES times: a restart that the load brings about comes with every measurement.
     """
-    manifest = store.manifest
-    return {
-        cell.key
-        for cell in store.cells()
-        if cell.facts.get("measured_again", 0) < TRIES
-        and judge(evidence_of(manifest, cell.facts, cell.records)).spoiled
-    }
+    if cell.facts.get("measured_again", 0) >= TRIES:
+        return False
+    return judge(evidence_of(manifest, cell.facts, cell.records)).spoiled
 
 
 def identity(engine: Mapping[str, Any], trace_sha256: str) -> str:

@@ -95,9 +95,8 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "parity": parity,
         "left_out": manifest.get("left_out", {}),
         "client_calibration": manifest.get("client_calibration"),
-        **(
-            {"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}
-        ),  # older runs did not record them
+        # Older runs did not record them.
+        **({"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}),
         "notes": [*manifest["notes"], *_set_aside(cells)],
     }
 
