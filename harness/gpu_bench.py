@@ -7,8 +7,8 @@ follow from their names. Two ways:
     process    the vLLM of this environment, all arms' engines at once (resident.py): a slice on two or eight GPUs
     docker     an image by digest, one arm after the other, with the whole checkpoint or a slice
 
-No float32 reference exists for a model of this size: a resident run compares its arms with each other and with
-themselves, a run from an image says that parity was not checked.
+A resident run compares its arms with each other and with themselves (a slice's float32 reference needs a GPU of its
+own and is asked afterwards: `kimi_k3_serve.slice_reference`), a run from an image says that parity was not checked.
 Grade: research for docker, of which planning, --dry-run and the refusals are tested.
 """
 

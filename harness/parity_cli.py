@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m harness parity DIR`: judges a run's kept answers again, without a server.
 
-For a run that was judged with another tolerance, or by an older rule. The verdict that it had goes with the new one,
-in parity.json (`before`) and as a note of the report.
+For a run that was judged with another tolerance, by an older rule, or without a float32 reference (one made since from
+parity/prompts.json, as parity/reference.json, counts). The verdict that it had goes with the new one, in parity.json
+(`before`) and as a note of the report.
 """
 
 import argparse
@@ -58,8 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
     beside = {name: answer.prefills_beside for name, answer in answers.items()}
     kept = {"before": before.get("before", before)}
     write_json(store.path / "parity.json", {**record, "prefills_beside": beside, **kept})
+    against = " and a float32 reference" if reference else ""
     note = (
-        f"{AGAIN} from the kept answers: {record['refusal'] or 'passed'}. The run's own verdict was:"
+        f"{AGAIN} from the kept answers{against}: {record['refusal'] or 'passed'}. The run's own verdict was:"
         f" {kept['before']['refusal'] or 'passed'}."
     )
     manifest["parity"] = {**record, **kept}

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness.engines.process import run_program
@@ -36,12 +36,26 @@ async def ask_reference(
     progress: Callable[[str], None],
 ) -> Answers:
     """Greedy answers of a float32 run outside any engine; keeps prompts.json and reference.json in `folder`."""
-    asked = [{"id": prompt.id, "prompt": prompt.tokens, "output_tokens": OUTPUT_TOKENS} for prompt in prompts]
-    (folder / "prompts.json").write_text(json.dumps(asked))
+    keep_prompts(folder, prompts, OUTPUT_TOKENS)
     argv = [*program, "reference", "--model", str(model)]
     argv += ["--prompts", str(folder / "prompts.json"), "--out", str(folder / "reference.json")]
     await run_program("reference", argv, log_path=log_path, progress=progress)
     return parse_reference(json.loads((folder / "reference.json").read_bytes()))
+
+
+def keep_prompts(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+    continuations: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Writes prompts.json, what a reference is asked; `continuations` by prompt id, where they are not its own."""
+    asked = [
+        {"id": prompt.id, "prompt": prompt.tokens, "output_tokens": output_tokens}
+        | ({} if continuations is None else {"continuation": continuations[prompt.id]})
+        for prompt in prompts
+    ]
+    (folder / "prompts.json").write_text(json.dumps(asked))
 
 
 def sha256_of(folder: Path) -> str:

@@ -12,7 +12,7 @@ from harness.fleet import Fleet
 from harness.load import Target
 from harness.pair import Options
 from harness.parity_collect import collect, continue_freely
-from harness.prepare import ask_reference
+from harness.prepare import ask_reference, keep_prompts
 from harness.resident_options import ResidentOptions
 from harness.run_folder import RunFolder
 from harness.steps import Steps
@@ -52,6 +52,9 @@ class ResidentParity:
         if resident.serving.gpu:
             first = fleet.targets[options.arms[0].name]
             continuations = await continue_freely(first, prompts, resident.parity_tokens)
+            # For a reference that is asked later; one of an earlier session's continuations no longer fits.
+            keep_prompts(run.folder("parity"), prompts, resident.parity_tokens, continuations)
+            (run.folder("parity") / "reference.json").unlink(missing_ok=True)
         else:
             reference = await ask_reference(
                 options.program,

@@ -3,10 +3,10 @@
 
     python -m kimi_k3_serve.slice_reference --model SLICE_FOLDER --prompts FILE --out FILE [--device cuda]
 
-Files as those of `kimi-k3 reference`. Written from the model's definition, without vLLM: plain attention over
-per-head keys and values, no absorption, no sharding, no cache of latents; KDA layers are in `slice_kda.py`. Weights
-are rounded to the model's dtype first, as vLLM holds them. Attention residuals and SiTU are not in it; it refuses a
-configuration that has them.
+Files as those of `kimi-k3 reference`; a prompt may name the continuation that it is teacher-forced on. Written from the
+model's definition, without vLLM: plain attention over per-head keys and values, no absorption, no sharding, no cache
+of latents; KDA layers are in `slice_kda.py`. Weights are rounded to the model's dtype first, as vLLM holds them.
+Attention residuals and SiTU are not in it; it refuses a configuration that has them.
 """
 
 import argparse
@@ -162,21 +162,25 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def greedy(
+def answer(
     model: SliceReference, prompts: Iterable[Mapping[str, Any]], top_k: int = 20
 ) -> list[dict[str, Any]]:
-    """Greedy continuations in the form of `reference.greedy`."""
+    """Greedy tokens and top logprobs at every position, in the form of `reference.greedy`.
+
+    A prompt with a "continuation" (`output_tokens` ids) is teacher-forced on it, else on its own greedy tokens.
+    """
     answers = []
     for prompt in prompts:
         cache: Cache = {}
         tokens: list[int] = []
         top_logprobs: list[dict[str, float]] = []
+        forced = prompt.get("continuation", tokens)
         step = list(prompt["prompt"])
-        for _ in range(prompt["output_tokens"]):
+        for position in range(prompt["output_tokens"]):
             best, ids = torch.log_softmax(model.logits(step, cache), -1).topk(top_k)
             top_logprobs.append({str(i): v for i, v in zip(ids.tolist(), best.tolist(), strict=True)})
             tokens.append(int(ids[0]))
-            step = [tokens[-1]]
+            step = [forced[position]]
         answers.append({"id": prompt["id"], "tokens": tokens, "top_logprobs": top_logprobs})
     return answers
 
@@ -191,7 +195,7 @@ def main() -> None:
     options.add_argument("--device", default="cpu")
     args = options.parse_args()
     model = SliceReference(read_config(args.model), args.device)
-    args.out.write_text(json.dumps(greedy(model, json.loads(args.prompts.read_text()))))
+    args.out.write_text(json.dumps(answer(model, json.loads(args.prompts.read_text()))))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k3_serve.attention.cpu_mla import attend_paged
-from kimi_k3_serve.slice_reference import Cache, SliceReference, greedy, read_config
+from kimi_k3_serve.slice_reference import Cache, SliceReference, answer, read_config
 
 CONFIG = {
     "model_type": "kimi_linear",
@@ -120,11 +120,25 @@ def test_the_router_weighs_by_scores_and_chooses_by_biased_ones(tmp_path: Path) 
     torch.testing.assert_close(reference.moe(prefix, x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_greedy_has_the_form_of_the_other_reference(tmp_path: Path) -> None:
-    (answer,) = greedy(model(tmp_path), [{"id": "a", "prompt": [1, 2, 3], "output_tokens": 4}], top_k=3)
-    assert answer["id"] == "a" and len(answer["tokens"]) == 4
-    for token, top in zip(answer["tokens"], answer["top_logprobs"], strict=True):
+def test_answers_have_the_form_of_the_other_reference(tmp_path: Path) -> None:
+    (found,) = answer(model(tmp_path), [{"id": "a", "prompt": [1, 2, 3], "output_tokens": 4}], top_k=3)
+    assert found["id"] == "a" and len(found["tokens"]) == 4
+    for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
         assert len(top) == 3 and max(top, key=lambda key: top[key]) == str(token)
+
+
+def test_a_continuation_is_the_context_of_what_follows(tmp_path: Path) -> None:
+    reference = model(tmp_path, **KDA)
+    asked = {"id": "a", "prompt": [1, 2, 3], "output_tokens": 4}
+    (free,) = answer(reference, [asked])
+    (same,) = answer(reference, [asked | {"continuation": free["tokens"]}])
+    assert same == free
+    forced = [*free["tokens"][:1], 90, 91, 92]
+    (other,) = answer(reference, [asked | {"continuation": forced}])
+    assert other["top_logprobs"][:2] == free["top_logprobs"][:2]
+    whole = torch.log_softmax(reference.logits([1, 2, 3, *forced[:3]], {}), -1)
+    for token, logprob in other["top_logprobs"][3].items():
+        assert logprob == pytest.approx(float(whole[int(token)]), abs=1e-4)
 
 
 @pytest.mark.parametrize(
