@@ -143,7 +143,9 @@ class PairRun:
     async def _measure(self) -> None:
         options, step = self.options, self.steps.step
         with step("checkpoint"):
-            model = await make_checkpoint(options.program, options.cache, self.steps.progress)
+            model = await make_checkpoint(
+                options.program, options.cache, self.steps.progress, ranks=max(arm.tp for arm in options.arms)
+            )
         vocab_size = json.loads((model / "config.json").read_bytes())["vocab_size"]
         with step("trace"):
             trace = options.trace(options.seed, vocab_size)

@@ -11,13 +11,22 @@ from pathlib import Path
 from harness.engines.process import run_program
 from harness.parity import OUTPUT_TOKENS, Answers, Prompt, parse_reference
 
+HEADS = 4
+"""Of a checkpoint that is not asked for more."""
 
-async def make_checkpoint(program: Sequence[str], cache: Path, progress: Callable[[str], None]) -> Path:
-    """Writes the checkpoint to a folder named by its content: never stale, and safe beside other runs."""
+
+async def make_checkpoint(
+    program: Sequence[str], cache: Path, progress: Callable[[str], None], *, ranks: int
+) -> Path:
+    """Writes the checkpoint to a folder named by its content: never stale, and safe beside other runs.
+
+    It has a head of attention for each of `ranks` at least.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=cache))
     try:
         argv = [*program, "checkpoint", "--out", str(fresh)]
+        argv += ["--heads", str(ranks)] if ranks > HEADS else []
         await run_program("checkpoint", argv, log_path=cache / "checkpoint.log", progress=progress)
         kept = cache / f"checkpoint-{sha256_of(fresh)[:16]}"
         if not kept.exists():

@@ -94,7 +94,12 @@ def run_on_cpu(arguments: argparse.Namespace, options: Options) -> None:
     if options.start_engine is not process.start:
         raise UserError("--resident starts processes; leave --image out")
     model = asyncio.run(
-        make_checkpoint(options.program, options.cache, lambda text: print(text, file=sys.stderr))
+        make_checkpoint(
+            options.program,
+            options.cache,
+            lambda text: print(text, file=sys.stderr),
+            ranks=max(arm.tp for arm in options.arms),
+        )
     )
     serving = on_cpu(options.program, model, options.kv_cache_memory_bytes, options.max_model_len)
     vocab_size = json.loads((model / "config.json").read_bytes())["vocab_size"]

@@ -10,6 +10,7 @@ weights, prompts that share their last token all answer alike and parity shows n
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -52,27 +53,33 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 
-LAYER_SHAPES: dict[str, tuple[int, ...]] = {
-    "input_layernorm": (HIDDEN,),
-    "self_attn.q_a_proj": (Q_LORA, HIDDEN),
-    "self_attn.q_a_layernorm": (Q_LORA,),
-    "self_attn.q_b_proj": (HEADS * (NOPE + ROPE), Q_LORA),
-    "self_attn.kv_a_proj_with_mqa": (KV_LORA + ROPE, HIDDEN),
-    "self_attn.kv_a_layernorm": (KV_LORA,),
-    "self_attn.kv_b_proj": (HEADS * (NOPE + VALUE), KV_LORA),
-    "self_attn.o_proj": (HIDDEN, HEADS * VALUE),
-    "post_attention_layernorm": (HIDDEN,),
-    "mlp.gate_proj": (MLP, HIDDEN),
-    "mlp.up_proj": (MLP, HIDDEN),
-    "mlp.down_proj": (HIDDEN, MLP),
-}
+
+def config(heads: int = HEADS) -> dict[str, Any]:
+    return CONFIG | {"num_attention_heads": heads, "num_key_value_heads": heads}
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def layer_shapes(heads: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "input_layernorm": (HIDDEN,),
+        "self_attn.q_a_proj": (Q_LORA, HIDDEN),
+        "self_attn.q_a_layernorm": (Q_LORA,),
+        "self_attn.q_b_proj": (heads * (NOPE + ROPE), Q_LORA),
+        "self_attn.kv_a_proj_with_mqa": (KV_LORA + ROPE, HIDDEN),
+        "self_attn.kv_a_layernorm": (KV_LORA,),
+        "self_attn.kv_b_proj": (heads * (NOPE + VALUE), KV_LORA),
+        "self_attn.o_proj": (HIDDEN, heads * VALUE),
+        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (MLP, HIDDEN),
+        "mlp.up_proj": (MLP, HIDDEN),
+        "mlp.down_proj": (HIDDEN, MLP),
+    }
+
+
+def shapes(heads: int = HEADS) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor, named as the released DeepSeek-V3 checkpoints name them."""
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for index in range(LAYERS):
-        named |= {f"model.layers.{index}.{name}.weight": shape for name, shape in LAYER_SHAPES.items()}
+        named |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer_shapes(heads).items()}
     return {**named, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
 
 
@@ -86,13 +93,13 @@ def weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> tor
     return torch.randn(shape, generator=generator) * GAINS.get(module, 1.0) / math.sqrt(fan_in)
 
 
-def write_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write config.json and model.safetensors (about 9 MB); the same bytes for the same seed and torch."""
+def write_checkpoint(folder: Path, seed: int = 0, heads: int = HEADS) -> None:
+    """Write config.json and model.safetensors (about 9 MB); the same bytes for the same seed, heads and torch."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: weight(name, shape, generator) for name, shape in shapes().items()}
+    tensors = {name: weight(name, shape, generator) for name, shape in shapes(heads).items()}
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors leaves it to the owner alone; a container's user is another
     # Last, so that a folder with a config.json is a whole checkpoint.
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config(heads), indent=1) + "\n")

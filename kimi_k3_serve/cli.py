@@ -92,6 +92,7 @@ def add_model(commands: Commands) -> None:
     command.set_defaults(run=checkpoint)
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--heads", type=int, default=4, help="of attention; ranks share them (4)")
 
     command = commands.add_parser(
         "reference", help="greedy tokens and top-20 logprobs from float32 transformers"
@@ -215,7 +216,7 @@ def download(args: argparse.Namespace) -> None:
 def checkpoint(args: argparse.Namespace) -> None:
     from kimi_k3_serve.checkpoint import write_checkpoint
 
-    write_checkpoint(args.out, args.seed)
+    write_checkpoint(args.out, args.seed, args.heads)
     print(args.out)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kimi_k3_serve.proof import PROOF_DIR
 from kimi_k3_serve.topology import Topology
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
+SHARE_CORES = "KIMI_K3_SHARE_CORES"
 
 profiles = names
 
@@ -99,17 +101,18 @@ def is_slice(model: Path | str, layers: int) -> bool:
 
 
 def cores(shape: Topology) -> list[int]:
-    """One core a rank.
+    """One core a rank; with KIMI_K3_SHARE_CORES=1 in turns, where there are fewer.
 
     Raises:
         UserError: there are too few.
     """
     usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < shape.tp:
+    if len(usable) < shape.tp and os.environ.get(SHARE_CORES) != "1":
         raise UserError(
-            f"TP{shape.tp} needs {shape.tp} cores, one a rank, and this machine has {len(usable)}"
+            f"TP{shape.tp} needs {shape.tp} cores, one a rank, and this machine has {len(usable)};"
+            f" to see whether it works, not how fast, set {SHARE_CORES}=1"
         )
-    return usable[: shape.tp]
+    return list(islice(cycle(usable), shape.tp))
 
 
 def spread(profile: Profile, node: int, head: str | None) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from kimi_k3_serve import launch, source_lock
 from kimi_k3_serve.checkpoint import shapes, write_checkpoint
@@ -65,6 +66,22 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=word):
         plan(changes.pop("model", model), topology, **changes)  # type: ignore[arg-type]
+
+
+def test_ranks_share_cores_where_that_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5})
+    with pytest.raises(UserError, match=r"TP8 needs 8 cores.*KIMI_K3_SHARE_CORES=1"):
+        plan(model, "dcp8")
+    monkeypatch.setenv("KIMI_K3_SHARE_CORES", "1")
+    assert plan(model, "dcp8").environment["VLLM_CPU_OMP_THREADS_BIND"] == "3|5|3|5|3|5|3|5"
+
+
+def test_a_checkpoint_has_a_head_for_each_rank(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, heads=8)
+    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
+        found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    assert found == shapes(8)
+    assert json.loads((tmp_path / "config.json").read_text())["num_attention_heads"] == 8
 
 
 def test_a_users_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
