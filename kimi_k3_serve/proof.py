@@ -9,13 +9,15 @@ a proof from every rank.
 import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 PROOF_DIR = "KIMI_K3_PROOF_DIR"
 
 _proof: dict[str, Any] = {}
-_used: set[str] = set()
+_used: dict[str, Counter[str]] = {}
+"""Code path -> calls of it by when: "startup" (until the proof is published), "captured" or "serving"."""
 
 
 def publish(proof: dict[str, Any]) -> None:
@@ -25,11 +27,20 @@ def publish(proof: dict[str, Any]) -> None:
 
 
 def mark_used(path: str) -> None:
-    """Record that a code path has run at least once in this worker. Costs a set look-up after the first time."""
-    if path not in _used:
-        _used.add(path)
-        if _proof:
-            _write()
+    """Count a call of a code path. A replay of a CUDA graph calls nothing: it repeats what was "captured".
+
+    The file follows when a count has doubled: it costs a step nothing, and states a count to within a half.
+    """
+    import torch  # here: the launcher reads this module without it
+
+    # Without a CUDA context nothing is captured, and a CPU build of PyTorch cannot be asked.
+    context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    capturing = context and torch.cuda.is_current_stream_capturing()
+    when = "captured" if capturing else "serving" if _proof else "startup"
+    calls = _used.setdefault(path, Counter())
+    calls[when] += 1
+    if _proof and calls[when] & (calls[when] - 1) == 0:
+        _write()
 
 
 def code_sha256() -> str:
@@ -47,5 +58,6 @@ def _write() -> None:
         return
     target = Path(directory) / f"rank-{_proof['rank']}.json"
     partial = target.with_suffix(".tmp")
-    partial.write_text(json.dumps({**_proof, "used": sorted(_used)}, indent=1))
+    report = {**_proof, "used": sorted(_used), "calls": dict(sorted(_used.items()))}
+    partial.write_text(json.dumps(report, indent=1))
     partial.replace(target)

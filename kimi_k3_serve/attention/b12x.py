@@ -33,7 +33,7 @@ from kimi_k3_serve.attention.b12x_collectives import B12xCollectives
 from kimi_k3_serve.attention.peer import DecodeCollectives
 from kimi_k3_serve.proof import mark_used
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
 
 USE_COLLECTIVES = "VLLM_USE_B12X_DCP_A2A"  # 1: small batches go over b12x's PCIe channel, not NCCL
 COLLECTIVE_MAX_TOKENS = "VLLM_DCP_A2A_MAX_TOKENS"  # the largest such batch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend-owned decode collectives: what vLLM 0.32.0 lacks, as edits of five of its functions.
+"""Backend-owned decode collectives: what vLLM 0.32.0 lacks, as edits of six of its functions.
 
 An attention implementation with `owns_decode_dcp_collectives = True` is handed **rank-local** queries
 [B, H, L + P] and returns the **combined** output [B, H, L]; for it no `MLADCPManager` is built or called. A
@@ -18,9 +18,17 @@ from kimi_k3_serve.patch import Edit, edit_function
 from kimi_k3_serve.proof import mark_used
 
 SHARED = "vllm.model_executor.layers.attention.mla_attention"
+SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 KIMI = "vllm.models.kimi_k3.nvidia.mla"
 
 OWNER = 'getattr(self.impl, "owns_decode_dcp_collectives", False)'
+
+GATHER = Edit(
+    '        self.dcp_manager = getattr(attention_layer, "dcp_manager", None)\n'
+    "        assert isinstance(self.dcp_manager, MLADCPManager)\n",
+    "        from kimi_k3_serve.attention.ownership import context_gather\n\n"
+    "        self.dcp_manager = context_gather(self, attention_layer)\n",
+)
 
 EDITS: dict[str, list[Edit]] = {
     # The shared layer builds no manager for an owner ...
@@ -48,14 +56,9 @@ EDITS: dict[str, list[Edit]] = {
             "        if managed:\n            assert lse is not None",
         ),
     ],
-    f"{SHARED}.MLACommonMetadataBuilder.__init__": [
-        Edit(
-            '        self.dcp_manager = getattr(attention_layer, "dcp_manager", None)\n'
-            "        assert isinstance(self.dcp_manager, MLADCPManager)\n",
-            "        from kimi_k3_serve.attention.ownership import context_gather\n\n"
-            "        self.dcp_manager = context_gather(self, attention_layer)\n",
-        )
-    ],
+    # A metadata builder, dense or sparse, may gather context itself.
+    f"{SHARED}.MLACommonMetadataBuilder.__init__": [GATHER],
+    f"{SPARSE}.SparseMLACommonMetadataBuilder.__init__": [GATHER],
     # Kimi-K3's own layer: the same two steps.
     f"{KIMI}.MultiHeadLatentAttention.__init__": [
         Edit(
@@ -80,7 +83,7 @@ EDITS: dict[str, list[Edit]] = {
 
 
 def install(*, kimi: bool) -> None:
-    """Teach the shared MLA layer and metadata builder the contract, and Kimi-K3's own layer with `kimi`. Idempotent.
+    """Teach the shared MLA layer and metadata builders the contract, and Kimi-K3's own layer with `kimi`. Idempotent.
 
     Kimi-K3's module is for GPUs: vLLM's CPU worker does not start in a process that has imported it.
     """

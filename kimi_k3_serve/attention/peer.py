@@ -28,7 +28,7 @@ from kimi_k3_serve.proof import mark_used
 from kimi_k3_serve.symmetric import connect
 from kimi_k3_serve.symmetric.deadline import limit_s
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
 
 MAX_TOKENS = "KIMI_K3_PEER_DECODE_MAX_TOKENS"  # tokens of a decode batch that the buffers hold
 

@@ -35,7 +35,7 @@ from kimi_k3_serve.patch import Edit, edit_function
 from kimi_k3_serve.projection.gather import LatentGather, coordinator, select
 from kimi_k3_serve.projection.shard import GIB, SWITCH, local_widths
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
 
 KIMI = "vllm.models.kimi_k3.nvidia.mla"
 

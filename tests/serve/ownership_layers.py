@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks over gloo build vLLM's own MLA layers, with and without an owner, and run a decode step through them.
+"""Ranks over gloo build vLLM's own MLA layers, with and without an owner, and run a decode step through them.
 
-Prints the name of each case that held, once a rank.
+Two of them, and then one alone. Prints the name of each case that held, once a rank.
 """
 
 import json
@@ -17,13 +17,13 @@ import torch.multiprocessing as mp
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.models.kimi_k3.nvidia import mla as kimi
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kimi_k3_serve import cpu
+from kimi_k3_serve import checkpoint, cpu
 from kimi_k3_serve.attention import ownership
 from kimi_k3_serve.attention.cpu_mla import (
     CPUDCPMLABackend,
@@ -31,7 +31,6 @@ from kimi_k3_serve.attention.cpu_mla import (
     attend_paged,
     merge_partials,
 )
-from kimi_k3_serve.checkpoint import CONFIG
 
 W, HEADS, LATENT, NOPE, ROPE, VALUE, HIDDEN, BLOCK = 2, 2, 512, 128, 64, 128, 256, 16
 LOCAL_LENS = (0, 5)  # an empty shard and a short one
@@ -79,6 +78,10 @@ class RecordingManager(mla_attention.MLADCPManager):
 
     def init_kv_gather(self, workspace: torch.Tensor, max_gathered_tokens: int) -> None:
         self.calls.append("init_kv_gather")
+
+
+class SparseBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder):
+    supports_direct_dcp_kv_gather = True
 
 
 def metadata() -> Any:
@@ -201,10 +204,14 @@ def run_cases(rank: int, config: VllmConfig, folder: Path) -> None:
     spec = SimpleNamespace(block_size=BLOCK, dtype=torch.float32)
     builder_cls = CPUDCPMLABackend.get_builder_cls()
     plain_cls = mla_attention.MLACommonMetadataBuilder
+    sparse_cls = sparse_mla_attention.SparseMLACommonMetadataBuilder
+    config.model_config.hf_text_config.index_topk = 64  # which a sparse builder reads
     for name, cls, gather in [
         ("shared.owner", builder_cls, ownership.ContextGather),
         ("shared.managed", builder_cls, ownership.ContextGather),
         ("shared.managed", plain_cls, RecordingManager),
+        ("shared.owner", SparseBuilder, ownership.ContextGather),
+        ("shared.managed", sparse_cls, RecordingManager),
     ]:
         builder: Any = cls(spec, [name], config, torch.device("cpu"))
         assert isinstance(builder.dcp_manager, gather)
@@ -215,17 +222,38 @@ def run_cases(rank: int, config: VllmConfig, folder: Path) -> None:
     assert gathered[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
     passed("builder-flag")
 
-    try:
-        plain_cls(spec, ["shared.owner"], config, torch.device("cpu"))
-    except ownership.ContextGatherError as error:
-        assert "supports_direct_dcp_kv_gather" in str(error)
-        passed("builder-neither")
+    for cls, case in [(plain_cls, "builder-neither"), (sparse_cls, "sparse-builder-neither")]:
+        try:
+            cls(spec, ["shared.owner"], config, torch.device("cpu"))
+        except ownership.ContextGatherError as error:
+            assert f"{cls.__name__} cannot gather" in str(error)
+            assert "supports_direct_dcp_kv_gather" in str(error)
+            passed(case)
 
     try:
         shared_layer("shared.replicated", CPUDCPMLABackend, dcp_q_replicate=True)
     except NotImplementedError as error:
         assert "rank-local" in str(error)
         passed("owner-refuses-replicated-queries")
+
+
+def run_alone(rank: int, config: VllmConfig, folder: Path) -> None:
+    """Without DCP an owner's layer computes what another's does, and no manager is built for either."""
+    owner, other = (shared_layer(f"shared.{b.__name__}", b) for b in (CPUDCPMLABackend, ManagedBackend))
+    assert owner.impl.dcp_world_size == 1
+    assert torch.equal(shared_decode(owner, rank), shared_decode(other, rank))
+    owner, other = (kimi_layer(f"kimi.{b.__name__}", b) for b in (CPUDCPMLABackend, ManagedBackend))
+    assert torch.equal(kimi_decode(owner, rank, config), kimi_decode(other, rank, config))
+    assert built == []
+    passed("owner-alone")
+
+    config.parallel_config.prefill_context_parallel_size = 2
+    shared_layer("shared.pcp", ManagedBackend)
+    try:
+        shared_layer("shared.pcp.owner", CPUDCPMLABackend)
+    except NotImplementedError as error:
+        assert "does not run with prefill context parallelism" in str(error)
+        passed("owner-refuses-pcp")
 
 
 def passed(case: str) -> None:
@@ -245,19 +273,22 @@ def rank_main(rank: int, folder: str) -> None:
         mla_attention.MLADCPManager = kimi.MLADCPManager = RecordingManager  # type: ignore[misc, assignment]
         torch.set_default_dtype(torch.float32)
         try:
-            run_cases(rank, config, Path(folder))
+            (run_cases if W > 1 else run_alone)(rank, config, Path(folder))
         except BaseException:
             traceback.print_exc()
             raise
 
 
-def main() -> None:
+def main(world_size: int) -> None:
+    global W
+    W = world_size
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        (Path(folder) / "config.json").write_text(json.dumps(checkpoint.config(W * HEADS)))
         mp.start_processes(rank_main, (folder,), W, start_method="fork")
         for segment in Path("/dev/shm").glob(f"{Path(folder).name}-*"):  # which vLLM leaves behind
             segment.unlink()
 
 
 if __name__ == "__main__":
-    main()
+    main(2)
+    main(1)

@@ -30,9 +30,7 @@ CPU = torch.device("cpu")
 def rank_main(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        # Eight processes on two cores are slow: one dtype and fewer steps there.
-        cases = [(torch.float32, 2), (torch.bfloat16, 1)][: 2 if world_size < 8 else 1]
-        for dtype, ubatches in cases:
+        for dtype, ubatches in [(torch.float32, 2), (torch.bfloat16, 1)]:
             geometry = Geometry(HEADS, LATENT, ROPE, dtype, dtype, max_tokens=6, ubatches=ubatches)
             region = connect(geometry.nbytes(world_size), dist.group.WORLD, torch.device("cpu")).get()
             exchange = PeerExchange(region, geometry, blocks=BLOCKS, timeout_s=60)
@@ -41,7 +39,8 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
                 rows = {exchange.grid(tokens)[1] for tokens in range(1, 7)}
                 assert {key[0] for key in exchange.mergers} == rows and len(exchange.mergers) == len(rows)
             check(exchange, dtype)
-            check_gathers_alone(exchange, dtype)
+            if world_size < 8 or dtype == torch.float32:  # eight processes on two cores are slow
+                check_gathers_alone(exchange, dtype)
         if world_size > 1:
             check_that_a_missing_rank_is_named(exchange)
     except BaseException:
@@ -53,7 +52,7 @@ def check(exchange: PeerExchange, dtype: torch.dtype) -> None:
     rank, world = exchange.rank, exchange.world_size
     own = slice(rank * HEADS, (rank + 1) * HEADS)
     # Token counts that change the grid, and the same ubatch twice in a row: epochs, slots and flags must follow.
-    for step, tokens in enumerate((1, 6, 2, 5, 1) if world < 8 else (1, 3, 2)):
+    for step, tokens in enumerate((1, 6, 2, 5, 1) if world < 8 else (1, 3, 2)):  # fewer with eight, as above
         ubatch = step % exchange.geometry.ubatches
         base_e = step % 2 == 0
         generator = torch.Generator().manual_seed(step)

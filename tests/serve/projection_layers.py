@@ -299,7 +299,7 @@ def run_process(rank: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), rows
     from kimi_k3_serve import proof
 
-    assert {"projection_peer", "projection_peer_product", "projection_all_gather"} <= proof._used
+    assert {"projection_peer", "projection_peer_product", "projection_all_gather"} <= proof._used.keys()
     os.write(1, b"processes\n")
 
     os.environ["KIMI_K3_PROJECTION_GATHER"] = "peer"

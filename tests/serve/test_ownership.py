@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ownership contract on vLLM's real layers, built in a subprocess (`ownership_layers.py`): two ranks over gloo."""
+"""The ownership contract on vLLM's real layers, built in a subprocess (`ownership_layers.py`): ranks over gloo."""
 
 import subprocess
 import sys
@@ -14,9 +14,13 @@ CASES = [
     "kimi-managed",
     "builder-flag",
     "builder-neither",
+    "sparse-builder-neither",
     "owner-refuses-replicated-queries",
     "stock-text-without-owner",
 ]
+
+
+ALONE = ["owner-alone", "owner-refuses-pcp"]
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +34,9 @@ def passed() -> tuple[list[str], str]:
 def test_every_rank_agrees(passed: tuple[list[str], str], case: str) -> None:
     stdout, stderr = passed
     assert stdout.count(case) == 2, stderr
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_rank_without_dcp(passed: tuple[list[str], str], case: str) -> None:
+    stdout, stderr = passed
+    assert stdout.count(case) == 1, stderr

@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,6 +12,7 @@ import peer_oracle
 import pytest
 import torch
 
+import kimi_k3_serve
 from kimi_k3_serve.attention.merge import merge_partials
 from kimi_k3_serve.attention.peer_exchange import (
     BLOCKS,
@@ -40,18 +42,48 @@ def test_the_kernels_themselves_over_shared_memory_equal_the_oracle(world_size: 
     assert done.stdout.split() == [str(world_size)], done.stderr[-3000:]
 
 
-def test_peer_decode_inside_vllms_layers_equals_the_cpu_owner() -> None:
-    """The shared layer and Kimi-K3's own, W = 2; a batch above the bound and a machine without peers fall back."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "peer_layers.py")],
+def layers(world_size: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(HERE / "peer_layers.py"), str(world_size)],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_peer_decode_inside_vllms_layers_equals_the_cpu_owner(world_size: int) -> None:
+    """The shared layer and Kimi-K3's own; a batch above the bound and a machine without peers fall back.
+
+    The log of the ranks says each time which way decode goes, through vLLM's own logging configuration.
+    """
+    done = layers(world_size)
+    lines = done.stdout.splitlines()
     cases = ["shared-peer", "kimi-peer", "collective-fallback"]
-    held = [line for line in done.stdout.splitlines() if line in cases]
-    assert sorted(held) == sorted(2 * cases), done.stderr[-4000:]
+    held = [line for line in lines if line in cases]
+    assert sorted(held) == sorted(world_size * cases), done.stderr[-4000:]
+    for words in (
+        "Using peer memory (shared) for MLA decode: up to 128 tokens, ",
+        "Decode batch of more than 1 tokens: gathered and merged over NCCL, not over peers",
+        "Decode queries and outputs go over NCCL, not over peers: peer: rank 0: cpu has no GPU peers",
+    ):
+        assert sum(f"] {words}" in line for line in lines) == 1, done.stdout
+
+
+def test_without_dcp_a_peer_backend_is_the_kernel_it_wraps() -> None:
+    done = layers(1)
+    assert done.stdout.split() == ["peer-alone"], done.stderr[-4000:]
+
+
+def test_every_logger_of_the_package_is_a_child_of_vllms() -> None:
+    """The only one that vLLM configures: an INFO line of another appears in no engine's log."""
+    package = Path(kimi_k3_serve.__file__).parent
+    texts = {path.name: path.read_text() for path in package.rglob("*.py")}
+    named = {file: re.findall(r"(?:init_logger|getLogger)\((.*?)\)", text) for file, text in texts.items()}
+    found = {(file, name) for file, names in named.items() for name in names}
+    assert {file for file, _ in found} >= {"peer.py", "b12x.py", "install.py", "gather.py", "hook.py"}
+    assert not {each for each in found if not each[1].lstrip("f").startswith('"vllm.')}
 
 
 def test_a_registered_backend_survives_a_spawned_process() -> None:
