@@ -8,6 +8,8 @@ keep the ranks in step: what they share is the publication and, at a layer's end
 """
 
 import argparse
+import faulthandler
+import functools
 import gc
 import json
 import os
@@ -22,18 +24,13 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from publish_stock import Inputs, Stock
-from publish_world import LATENT, ROPE
+from publish_group import BF16, CAPACITY, FP8, FP16, World, differing, gather
+from publish_lifetimes import broken, lifetimes_hold, nothing_else_is_written, ubatches_interleave
+from publish_world import LATENT, MUTATIONS, ROPE
 
 from kimi_k3_serve.publish.collective import Collective
-from kimi_k3_serve.publish.layout import SLOTS, Layout
-from kimi_k3_serve.publish.publisher import PrefillKV, Publisher
-from kimi_k3_serve.symmetric import connect
+from kimi_k3_serve.publish.layout import SLOTS
 
-CAPACITY = 65536
-DELAY = 2_000_000
-"""Clock cycles: about a millisecond, many times a publication."""
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 KINDS = ((BF16, BF16, 1.0), (FP16, FP16, 1.0), (FP8, BF16, 1.0), (FP8, BF16, 0.37), (FP8, FP16, 0.0123))
 """Dtypes of cache and model, and `k_scale`."""
 CHUNKS: tuple[tuple[list[int], list[int] | None], ...] = (
@@ -43,59 +40,8 @@ CHUNKS: tuple[tuple[list[int], list[int] | None], ...] = (
     ([CAPACITY], None),
     ([1000] * 64, None),
 )
-
-
-class World:
-    """This rank among W, and what it needs for its checks."""
-
-    def __init__(self) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the last check costs a rank its CUDA context
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.host_group = dist.new_group(backend="gloo")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.stock = Stock(dist.group.WORLD)
-        self.one = torch.ones(1, device=self.device)
-        self.kept: Any = None
-
-    def publisher(
-        self, dtype: torch.dtype, model_dtype: torch.dtype = BF16, timeout_s: float = 60
-    ) -> Publisher:
-        layout = Layout(self.size, CAPACITY, LATENT * dtype.itemsize, ROPE * dtype.itemsize)
-        region = connect(
-            layout.nbytes, dist.group.WORLD, self.device, ("peer",), host_group=self.host_group
-        ).get()
-        return Publisher(
-            region,
-            layout,
-            dtype,
-            transport="peer",
-            implementation="triton",
-            timeout_s=timeout_s,
-            model_dtype=model_dtype,
-        )
-
-    def inputs(self, contexts: list[int], dtype: torch.dtype, **changes: Any) -> Inputs:
-        return Inputs(contexts, dtype, self.rank, self.size, **changes)
-
-    def output_collective(self) -> None:
-        """What ends a layer."""
-        dist.all_reduce(self.one)
-
-
-def gather(source: PrefillKV, inputs: Inputs, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = inputs.scale if inputs.quantised else None
-    return source.gather(inputs.cache, inputs.table, inputs.chunk, slot=slot, scale=scale)
-
-
-def differing(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Rows that are not equal bit for bit; on the device."""
-    return sum(  # type: ignore[return-value]
-        (a.view(torch.uint8) != b.view(torch.uint8)).any(dim=1).sum()
-        for a, b in zip(found, wanted, strict=True)
-    )
+CHECK_LIMIT_S = 120
+"""Of a check: a rank whose host stands still says where, and ends the run."""
 
 
 def rows_are_stocks(world: World) -> dict[str, Any]:
@@ -118,36 +64,6 @@ def rows_are_stocks(world: World) -> dict[str, Any]:
         torch.cuda.synchronize()
         dist.barrier()
     return {"wrong": wrong, "rows": rows, "stock": world.stock.name}
-
-
-def lifetimes_hold(world: World) -> dict[str, Any]:
-    """Layers of three chunks, either rank late before publishing, before waiting or while consuming."""
-    source = world.publisher(BF16)
-    pool = [world.inputs([3000 + 7 * seed, 11], BF16, seed=seed) for seed in range(9)]
-    expected = [tuple(plane.clone() for plane in world.stock(inputs)) for inputs in pool]
-    wrong, publications = torch.zeros((), dtype=torch.int64, device=world.device), 0
-    for late in range(world.size):
-        for where in ("before publishing", "before waiting", "while consuming"):
-
-            def delay(here: str, late: int = late, where: str = where) -> None:
-                if world.rank == late and here == where:
-                    torch.cuda._sleep(DELAY)
-
-            for index, (inputs, wanted) in enumerate(zip(pool, expected, strict=True)):
-                slot = index % 3 % SLOTS
-                delay("before publishing")
-                source.rank.push(
-                    inputs.cache, inputs.table, inputs.chunk, slot, 0, wait=where != "before waiting"
-                )
-                if where == "before waiting":
-                    delay(where)
-                    source.rank.wait(slot, 0)
-                delay("while consuming")
-                wrong += differing(source.valid(inputs.chunk, slot, 0), wanted)
-                publications += 1
-                if index % 3 == 2:
-                    world.output_collective()
-    return {"wrong": wrong, "publications": publications}
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -285,7 +201,10 @@ def main() -> None:
     device_name = torch.cuda.get_device_name()
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "rows are stock's": lambda: rows_are_stocks(world),
-        "lifetimes hold with either rank late": lambda: lifetimes_hold(world),
+        "nothing but a chunk's rows is written": lambda: nothing_else_is_written(world),
+        "ubatches interleave": lambda: ubatches_interleave(world),
+        "lifetimes hold with any rank late": lambda: lifetimes_hold(world),
+        **{f"control: {mutate}": functools.partial(broken, world, mutate) for mutate in MUTATIONS},
         "graph replays bf16": lambda: graphs_replay(world, BF16, args.replays),
         "graph replays fp8, scaled": lambda: graphs_replay(world, FP8, args.replays),
         "soak bf16": lambda: soak(world, BF16, args.publications),
@@ -295,6 +214,7 @@ def main() -> None:
     }
     for name, check in checks.items():
         begun = time.monotonic()
+        faulthandler.dump_traceback_later(CHECK_LIMIT_S, exit=True)
         try:
             facts = check()
             if (wrong := facts.pop("wrong", None)) is not None:

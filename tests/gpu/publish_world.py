@@ -7,8 +7,21 @@ from itertools import accumulate
 import torch
 
 from kimi_k3_serve.publish.chunks import DeviceChunk, Geometry, upload
+from kimi_k3_serve.publish.layout import Layout
 
 LATENT, ROPE = 512, 64
+SENTINEL = 0x7A
+STEPS = ("before publishing", "before waiting", "while consuming")
+"""Where a rank may be late."""
+MUTATIONS = {
+    "one slot": "while consuming",
+    "no wait": "before publishing",
+    "frozen epoch": "before publishing",
+    "no output collective": "while consuming",
+}
+"""Faults of the protocol, and where a late rank shows each."""
+LATE = 100_000_000
+"""Clock cycles, about 50 ms: the other ranks get as far as a fault lets them."""
 
 
 def geometry(contexts: Sequence[int], world_size: int, starts: Sequence[int] | None = None) -> Geometry:
@@ -101,3 +114,18 @@ def reorganise(gathered: torch.Tensor, chunk: Geometry, world_size: int) -> torc
             if valid:
                 parts.append(gathered[rank * per_rank + begin :][:valid])
     return torch.cat(parts)
+
+
+def changed_elsewhere(
+    layout: Layout, before: torch.Tensor, after: torch.Tensor, ubatch: int, slot: int, rows: int
+) -> torch.Tensor:
+    """Bytes of a rank's memory that a publication changed beside the slot's signals and its first `rows` rows."""
+    after, begin = after.clone(), layout.slot_offset(ubatch, slot)
+    for offset, nbytes in (
+        (0, 8 * layout.world_size),
+        (layout.kv_c_offset, rows * layout.latent_bytes),
+        (layout.k_pe_offset, rows * layout.rope_bytes),
+    ):
+        part = slice(begin + offset, begin + offset + nbytes)
+        after[part] = before[part]
+    return (after != before).sum()
