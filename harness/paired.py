@@ -19,6 +19,9 @@ Its uncertainty has two parts that have nothing to do with each other:
 The interval is estimate -+ t * sqrt(sum), with Satterthwaite's (1946) degrees of freedom: few launches make it
 wide, as they should. Near saturation a trace holds too few busy spells to tell how large a difference is
 (saturation.py): then there is none. `benchmarks/statistics_selftest.py` shows what the interval covers.
+
+Too few cohorts for that leave each pair of one launch each, of which order statistics over requests speak: of
+these launches alone, so that they resolve nothing.
 """
 
 import math
@@ -29,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtr, stdtrit
 
-from harness.saturation import memory_requests
-from harness.stats import CONFIDENCE, Interval
+from harness.saturation import independent_of, memory_requests
+from harness.stats import CONFIDENCE, Interval, percentile_interval, quantile
 
 Floats = npt.NDArray[np.float64]
 Launch = Mapping[tuple[int, str], float]
@@ -46,11 +49,23 @@ SEED = 20_261_129
 
 
 @dataclass(frozen=True)
+class LaunchPair:
+    """One launch of each arm, by their places: the median over requests, its interval of these two alone."""
+
+    first: int
+    other: int
+    n: int
+    median_s: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
 class PairedEstimate:
     """Other arm minus first arm; negative: the other one is faster.
 
     `median_s` is None where it falls on a failure. `interval` is None with the `reason` in words.
     `knows_launches` is False where an arm was launched once: then the interval is of these two launches only.
+    `launch_pairs` are told where cohorts are too few for an interval.
     """
 
     n: int
@@ -60,6 +75,7 @@ class PairedEstimate:
     interval: Interval | None
     reason: str | None
     knows_launches: bool
+    launch_pairs: Sequence[LaunchPair] = ()
 
 
 def paired_estimate(
@@ -75,6 +91,7 @@ def paired_estimate(
     an infinite difference; one that failed in both is left out. Cohorts are counted over all passes, but
     whether the trace is long enough for its queue (`waiting`: the busier arm's share of requests that came while
     another one waited, `saturation.waiting_share`) by its own requests: another pass meets the same busy spells.
+    Nor are there more cohorts than independent requests: small ones that overlap count as fewer.
     """
     launches = (len(first), len(other))
     table = [[_deltas(a, b) for b in other] for a in first]
@@ -91,23 +108,32 @@ def paired_estimate(
     medians = np.array([[cell.median(once)[0] for cell in row] for row in columns])
     estimate = float(medians.mean()) if np.isfinite(medians).all() else None
 
-    def answer(interval: Interval | None, reason: str | None) -> PairedEstimate:
-        return PairedEstimate(n, cohorts, launches, estimate, interval, reason, known)
+    def answer(
+        interval: Interval | None, reason: str | None, pairs: Sequence[LaunchPair] = ()
+    ) -> PairedEstimate:
+        return PairedEstimate(n, cohorts, launches, estimate, interval, reason, known, pairs)
 
     if estimate is None:
         return answer(None, "the median falls on a failed request")
-    if cohorts < MIN_COHORTS:
-        return answer(
-            None, f"n too small: {cohorts} cohorts over all repeats, an interval needs {MIN_COHORTS}"
-        )
     distinct = min(len({name for _, name in deltas}) for row in table for deltas in row)
-    if distinct < MIN_MEMORIES * (memory := memory_requests(waiting)):
+    long_enough = distinct >= MIN_MEMORIES * (memory := memory_requests(waiting))
+    independent = independent_of(distinct, waiting)
+    alone = _launch_pairs(table, independent) if long_enough else ()
+    if cohorts < MIN_COHORTS:
+        few = f"n too small: {cohorts} cohorts over all repeats, an interval needs {MIN_COHORTS}"
+        return answer(None, few, alone)
+    if not long_enough:
         return answer(
             None,
             f"near saturation: {waiting:.0%} of the requests came while another one waited for its first token;"
             f" so busy a queue remembers {memory:.0f} requests, and an interval needs a trace {MIN_MEMORIES} times"
             f" as long, not of {distinct}",
         )
+    if (count := independent * passes) < MIN_COHORTS:
+        few = (
+            f"n too small: waiting for one another, {cohorts} cohorts count as {count:.1f}, an interval needs"
+        )
+        return answer(None, f"{few} {MIN_COHORTS}", alone)
     if len(trace_cohorts) < 2:
         return answer(None, "the trace has one cohort: nothing to draw from")
     draws = _draw_cohorts(len(trace_cohorts), replicates)
@@ -115,6 +141,19 @@ def paired_estimate(
     if not np.isfinite(drawn).all():
         return answer(None, "too many failures beside the median")
     return answer(_interval(estimate, medians, drawn, len(trace_cohorts)), None)
+
+
+def _launch_pairs(
+    table: Sequence[Sequence[Mapping[tuple[int, str], float]]], independent: float
+) -> list[LaunchPair]:
+    """Those with requests enough for an interval of a median; a request sent again is no further request."""
+    found = []
+    for first, row in enumerate(table):
+        for other, deltas in enumerate(row):
+            values = list(deltas.values())
+            if interval := percentile_interval(values, 50, independent):
+                found.append(LaunchPair(first, other, len(values), quantile(values, 50), interval))
+    return found
 
 
 def run_length(cohorts: int) -> int:

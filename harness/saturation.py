@@ -30,12 +30,17 @@ def memory_requests(share: float) -> float:
 
 
 def independent_requests(records: Sequence[RequestRecord]) -> float:
-    """As how many independent requests those of a cell count, since what one waited says what the next one waits.
+    """As how many independent requests those of a cell count, since what one waited says what the next one waits."""
+    return independent_of(len(records), waiting_share(records))
+
+
+def independent_of(n: int, share: float) -> float:
+    """As how many independent ones n requests count of which `share` came while another one waited.
 
     Correlation that dies away over a memory of k requests leaves about n / (1 + c k) of n; c = 1/2 is what the
     intervals of a simulated queue's cells need to cover the truth (benchmarks/cell_selftest.py).
     """
-    return len(records) / (1 + memory_requests(waiting_share(records)) / 2)
+    return n / (1 + memory_requests(share) / 2)
 
 
 def _answered_s(record: RequestRecord) -> float:

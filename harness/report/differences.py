@@ -3,11 +3,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from harness.client import RequestRecord
 from harness.paired import (
     Boundary,
     Launch,
@@ -17,6 +19,7 @@ from harness.paired import (
     paired_estimate,
     resolved,
 )
+from harness.report.scatter import answer_s
 from harness.saturation import waiting_share
 from harness.sla import CellVerdict, first_failing, highest_passing, misses
 from harness.stats import Interval
@@ -31,16 +34,18 @@ def launch_of(cell: Cell) -> str:
     return "unknown" if found is None else str(found)
 
 
-def launches(arm: str, rate: float, valid: Sequence[Cell]) -> list[Launch]:
-    """TTFT of each launch of an arm at one rate, launches and passes in the order of measurement."""
+def launches(
+    arm: str, rate: float, valid: Sequence[Cell], time_s: Callable[[RequestRecord], float] = ttft_s
+) -> dict[str, Launch]:
+    """A time of each launch of an arm at one rate, launches and passes in the order of measurement."""
     found: dict[str, dict[tuple[int, str], float]] = {}
     passes: dict[str, int] = {}
     cells = [cell for cell in valid if cell.key.arm == arm and cell.key.offered_qps == rate]
     for cell in sorted(cells, key=lambda cell: cell.key.repeat):
         name = launch_of(cell)
         turn = passes[name] = passes.get(name, -1) + 1
-        found.setdefault(name, {}).update({(turn, r.id): ttft_s(r) for r in cell.records})
-    return list(found.values())
+        found.setdefault(name, {}).update({(turn, r.id): time_s(r) for r in cell.records})
+    return dict(found)
 
 
 def noise_floors(arms: Sequence[str], valid: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -49,50 +54,72 @@ def noise_floors(arms: Sequence[str], valid: Sequence[Cell]) -> list[dict[str, A
         {"arm": arm, "offered_qps": rate, "differences_s": differences}
         for rate in _rates(valid)
         for arm in arms
-        if (differences := launch_differences(launches(arm, rate, valid)))
+        if (differences := launch_differences([*launches(arm, rate, valid).values()]))
     ]
 
 
 def paired_section(
     arms: Sequence[str], valid: Sequence[Cell], limits: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Each later arm against the first, at each rate at which both have valid cells."""
+    """Each arm against each earlier one, at each rate at which both have valid cells."""
     return [
         found
         for rate in _rates(valid)
-        for other in arms[1:]
-        if (found := _pair(arms[0], other, rate, valid, limits))
+        for first, other in combinations(arms, 2)
+        if (found := _pair(first, other, rate, valid, limits))
     ]
 
 
 def _pair(
     first: str, other: str, rate: float, valid: Sequence[Cell], limits: Mapping[str, float]
 ) -> dict[str, Any] | None:
-    a, b = launches(first, rate, valid), launches(other, rate, valid)
-    cohort_of = {r.id: r.cohort for cell in valid for r in cell.records}
-    waiting = max(_waiting(arm, rate, valid) for arm in (first, other))
-    estimate = paired_estimate(a, b, cohort_of, waiting=waiting)
-    if not estimate.n:
+    ttft = _difference(first, other, rate, valid, ttft_s)
+    if not ttft["n"]:
         return None
-    within = [abs(value) for launched in (a, b) for value in launch_differences(launched)]
-    floor = max(within, default=None)
     return {
         "arms": [first, other],
         "offered_qps": rate,
+        "ttft_delta_p50_s": ttft.pop("delta_p50_s"),
+        **ttft,
+        "answer": _difference(first, other, rate, valid, answer_s),
+        "mcnemar": {
+            name: asdict(mcnemar(*_missed((first, other), rate, valid, limit)))
+            for name, limit in limits.items()
+        },
+    }
+
+
+def _difference(
+    first: str, other: str, rate: float, valid: Sequence[Cell], time_s: Callable[[RequestRecord], float]
+) -> dict[str, Any]:
+    """How far a time of two arms' requests differs, and what that rests on (`paired.paired_estimate`)."""
+    named = launches(first, rate, valid, time_s), launches(other, rate, valid, time_s)
+    a, b = ([*arm.values()] for arm in named)
+    cohort_of = {r.id: r.cohort for cell in valid for r in cell.records}
+    waiting = max(_waiting(arm, rate, valid) for arm in (first, other))
+    estimate = paired_estimate(a, b, cohort_of, waiting=waiting)
+    within = [abs(value) for launched in (a, b) for value in launch_differences(launched)]
+    floor = max(within, default=None)
+    return {
         "n": estimate.n,
-        "ttft_delta_p50_s": estimate.median_s,
+        "delta_p50_s": estimate.median_s,
         "interval_s": as_json(estimate.interval),
         "no_interval": estimate.reason,
+        "launch_pairs": [
+            {
+                "launches": [[*named[0]][pair.first], [*named[1]][pair.other]],
+                "n": pair.n,
+                "delta_p50_s": pair.median_s,
+                "interval_s": as_json(pair.interval),
+            }
+            for pair in estimate.launch_pairs
+        ],
         "waiting_share": waiting,
         "cohorts": estimate.cohorts,
         "launches": list(estimate.launches),
         "knows_launches": estimate.knows_launches,
         "noise_floor_s": floor,
         "resolved": resolved(estimate, floor),
-        "mcnemar": {
-            name: asdict(mcnemar(*_missed((first, other), rate, valid, limit)))
-            for name, limit in limits.items()
-        },
     }
 
 

@@ -10,21 +10,26 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.report.pair_tables import (
+    LAUNCH_NOTE,
+    LAUNCH_TITLE,
+    PAIRED_NOTE,
+    launch_table,
+    noise_table,
+    paired_table,
+)
 from harness.report.plots import Drawn
 from harness.report.style import CSS, SCRIPT
 from harness.report.tables import (
     INTERVAL_NOTE,
-    PAIRED_NOTE,
     basis,
     cell_table,
     client_note,
     each_cell,
     engine_table,
-    fixed_cohort_note,
+    headline_note,
     headline_table,
     interval_table,
-    noise_table,
-    paired_table,
     refused,
     rule_table,
 )
@@ -85,7 +90,7 @@ def _headline(summary: Summary) -> str:
     if refused(summary):
         return ""
     table = f'<div class="headline">{headline_table(summary).html()}</div>'
-    return _section("Result", table, fixed_cohort_note(summary))
+    return _section("Result", table, headline_note(summary))
 
 
 def _not_counted(summary: Summary) -> str:
@@ -110,6 +115,8 @@ def _comparison(summary: Summary) -> str:
     parts = []
     if summary["paired"]:
         parts += [paired_table(summary).html(), f'<p class="note">{_text(PAIRED_NOTE)}</p>']
+    if (alone := launch_table(summary)).rows:
+        parts += [f"<h3>{LAUNCH_TITLE}</h3>", alone.html(), f'<p class="note">{_text(LAUNCH_NOTE)}</p>']
     if summary["noise_floor"]:
         parts += ["<h3>Noise floor: launches of the same arm</h3>", noise_table(summary).html()]
     if summary["limit_rules"]:

@@ -166,7 +166,8 @@ def draw_miss(plot: Plot, summary: Summary, _cells: Sequence[Cell]) -> None:
 def draw_paired(plot: Plot, summary: Summary, cells: Sequence[Cell]) -> None:
     axes = plot.figure.subplots()
     valid = valid_cells(summary, cells)
-    for index, pair in enumerate(summary["paired"]):
+    against_first = [pair for pair in summary["paired"] if pair["arms"][0] == summary["arms"][0]["name"]]
+    for index, pair in enumerate(against_first):
         first, other = pair["arms"]
         label = f"{other} - {first} @ {pair['offered_qps']:g} QPS"
         style: dict[str, Any] = {"marker": _of(MARKERS, index), "color": _of(COLOURS, index)}
@@ -177,7 +178,7 @@ def draw_paired(plot: Plot, summary: Summary, cells: Sequence[Cell]) -> None:
                 plot.mark(axes, tokens, b - a, tip, alpha=0.8, markersize=5, **style)
     axes.axhline(0, color="black", linewidth=1)
     axes.set(xlabel="prompt length (tokens)", ylabel="TTFT difference (s)")
-    if summary["paired"]:
+    if against_first:
         plot.figure.legend(loc="outside lower center", ncols=2)
     else:
         _say(axes, "no rate has valid cells in two arms")

@@ -6,7 +6,8 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from harness.report.tables import LIMITS, each_cell
+from harness.report.table import LIMITS
+from harness.report.tables import each_cell
 
 
 def cells_csv(summary: Mapping[str, Any]) -> str:
@@ -20,6 +21,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
             "arm",
             "offered_qps",
             "repeat",
+            "launch",
             "n",
             "failed",
             "achieved_qps",
@@ -40,6 +42,7 @@ def cells_csv(summary: Mapping[str, Any]) -> str:
                 arm["name"],
                 cell["offered_qps"],
                 cell["repeat"],
+                cell["launch"],
                 cell["n"],
                 cell["failed"],
                 cell["achieved_qps"],

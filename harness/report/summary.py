@@ -15,6 +15,7 @@ from harness.report.differences import (
     paired_section,
 )
 from harness.report.kv_waits import kv_waits
+from harness.report.scatter import answer_s, far_off, tpot_s, tpot_scatter
 from harness.saturation import independent_requests
 from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
 from harness.stats import Interval, percentile, percentile_interval, quantile, share_interval, supports
@@ -91,6 +92,8 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "paired": paired_section(comparable, valid, limits),
         "other_lengths": _other_lengths(valid),
         "noise_floor": noise_floors(names, valid),
+        "far_off": far_off(valid),
+        "tpot_scatter": tpot_scatter(valid, busiest),
         "boundary_difference": boundary_section(comparable, cells, valid, limits, unstable_keys),
         "parity": parity,
         "left_out": manifest.get("left_out", {}),
@@ -174,7 +177,9 @@ def summarise_cell(
         },
         "ttft_split_p50_s": _ttft_split(records),
         "tpot_s": {f"p{p}": percentile(_tpot(records), p) for p in PERCENTS},
-        "answer_s": {f"p{p}": None if overloaded else percentile(_answers(records), p) for p in PERCENTS},
+        "answer_s": {
+            f"p{p}": None if overloaded else percentile([*map(answer_s, records)], p) for p in PERCENTS
+        },
         "miss": {name: misses(ttft, limit) / len(ttft) for name, limit in limits.items()},
         "miss_interval": {
             name: as_json(share_interval(misses(ttft, limit), len(ttft), independent))
@@ -227,19 +232,8 @@ def _from_send(records: Sequence[RequestRecord]) -> list[float]:
 
 
 def _tpot(records: Sequence[RequestRecord]) -> list[float]:
-    """Time per output token after the first, in seconds; failures infinite, answers of one token left out."""
-    return [
-        (r.token_s[-1] - r.token_s[0]) / (r.token_counts[-1] - r.token_counts[0])
-        if r.status == OK
-        else math.inf
-        for r in records
-        if r.status != OK or len(r.token_counts) > 1
-    ]
-
-
-def _answers(records: Sequence[RequestRecord]) -> list[float]:
-    """From the due time to the end of the whole answer, in seconds; failures infinite."""
-    return [r.done_s - r.due_s if r.status == OK and r.done_s is not None else math.inf for r in records]
+    """Of all that have one; see `tpot_s`."""
+    return [value for record in records if (value := tpot_s(record)) is not None]
 
 
 def _covers(rule: Rule, record: RequestRecord) -> bool:
@@ -369,17 +363,23 @@ def _at_load(
         "n": len(records),
         "unstable": overloaded,
         "tpot_p50_s": percentile(_tpot(records), 50),
-        "answer_p50_s": None if overloaded else percentile(_answers(records), 50),
+        "answer_p50_s": None if overloaded else percentile([*map(answer_s, records)], 50),
     }
 
 
 def _fixed_cohort(cohort: int, rate: float | None, arm: str, valid: Sequence[Cell]) -> dict[str, Any]:
     """P50 TTFT over one named cohort at one rate, the same in every arm, repeats pooled."""
-    ttft = [
-        ttft_s(record)
+    records = [
+        record
         for cell in valid
         if cell.key.arm == arm and cell.key.offered_qps == rate
         for record in cell.records
         if record.cohort == cohort
     ]
-    return {"name": str(cohort), "n": len(ttft), "ttft_p50_s": percentile(ttft, 50), "offered_qps": rate}
+    return {
+        "name": str(cohort),
+        "n": len(records),
+        "requests": len({record.id for record in records}),
+        "ttft_p50_s": percentile([*map(ttft_s, records)], 50),
+        "offered_qps": rate,
+    }

@@ -1,46 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a run, as Markdown and HTML. Pure functions of summary.json."""
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harness.calibrate import error_bar
+from harness.report.pair_tables import (
+    LAUNCH_NOTE,
+    LAUNCH_TITLE,
+    PAIRED_NOTE,
+    launch_table,
+    noise_table,
+    paired_table,
+)
+from harness.report.table import LIMITS, Table, between_text, number_text
 from harness.report.verdict import findings, other_tokens
-
-LIMITS = ("15", "25")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text. `flagged` are the rows that do not count."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    flagged: frozenset[int] = frozenset()
-
-    def markdown(self) -> str:
-        """Columns also line up on a terminal."""
-        widths = [max(len(row[i]) for row in (self.head, *self.rows)) for i in range(len(self.head))]
-        lines = [self.head, ["-" * width for width in widths], *self.rows]
-        return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-
-    def html(self) -> str:
-        """In a frame that scrolls where the screen is narrow; the first column names the row."""
-        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in self.head)
-        body = []
-        for index, (first, *rest) in enumerate(self.rows):
-            cells = "".join(
-                f'<td data-label="{html.escape(name)}">{html.escape(cell)}</td>'
-                for name, cell in zip(self.head[1:], rest, strict=True)
-            )
-            flag = ' class="flagged"' if index in self.flagged else ""
-            body.append(f'<tr{flag}><th scope="row">{html.escape(first)}</th>{cells}</tr>')
-        return (
-            f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>"
-        )
 
 
 def markdown_report(summary: Mapping[str, Any]) -> str:
@@ -48,12 +22,14 @@ def markdown_report(summary: Mapping[str, Any]) -> str:
     sections = ["# Result", basis(summary)]
     sections += ["\n".join(f"- {finding.text}" for finding in findings(summary))]
     if not refused(summary):
-        sections += [headline_table(summary).markdown(), fixed_cohort_note(summary)]
+        sections += [headline_table(summary).markdown(), headline_note(summary)]
     sections += ["## Cells", cell_table(summary).markdown(), "## Engines", engine_table(summary).markdown()]
     if summary["limit_rules"]:
         sections += ["## Limits by rule", rule_table(summary).markdown()]
     if summary["paired"]:
-        sections += ["## Paired differences in TTFT", paired_table(summary).markdown(), PAIRED_NOTE]
+        sections += ["## Paired differences", paired_table(summary).markdown(), PAIRED_NOTE]
+    if (alone := launch_table(summary)).rows:
+        sections += [f"## {LAUNCH_TITLE}", alone.markdown(), LAUNCH_NOTE]
     if summary["noise_floor"]:
         sections += ["## Noise floor: launches of the same arm", noise_table(summary).markdown()]
     sections += [_parity_note(summary["parity"]), client_note(summary)]
@@ -110,7 +86,7 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
             _seconds(arm["fixed_cohort"]["ttft_p50_s"]),
             *(_passing(arm["highest_passing_qps"][name], arm["first_failing_qps"][name]) for name in LIMITS),
             *(_first_miss(arm, name) for name in LIMITS),
-            _number(arm["at_load"]["tpot_p50_s"], ".1f", 1e3, " ms"),
+            number_text(arm["at_load"]["tpot_p50_s"], ".1f", 1e3, " ms"),
             _seconds(arm["at_load"]["answer_p50_s"]),
             "unknown" if arm["kv_tokens"] is None else f"{arm['kv_tokens']:,}",
             *([_rate(arm["first_unstable_qps"])] if unstable else []),
@@ -122,7 +98,7 @@ def headline_table(summary: Mapping[str, Any]) -> Table:
 
 def cell_table(summary: Mapping[str, Any]) -> Table:
     """One line a cell: load, TTFT, what follows it, misses, and whether it counts."""
-    head = ["arm", "QPS", "arrived QPS", "repeat", "n", "failed", "resent", "achieved QPS"]
+    head = ["arm", "QPS", "arrived QPS", "repeat", "launch", "n", "failed", "resent", "achieved QPS"]
     head += ["P50 TTFT s", "P90 s", "P99 s", "P50 per later token ms", "P50 answer s"]
     head += [f"miss {name} s" for name in LIMITS]
     head += ["slip P99 ms", "backlog /s", "counts"]
@@ -130,18 +106,19 @@ def cell_table(summary: Mapping[str, Any]) -> Table:
         [
             arm["name"],
             f"{cell['offered_qps']:g}",
-            _number(cell["arrived_qps"], ".3g"),
+            number_text(cell["arrived_qps"], ".3g"),
             str(cell["repeat"]),
+            cell["launch"],
             str(cell["n"]),
             str(cell["failed"]),
             str(cell["resent"]),
-            _number(cell["achieved_qps"], ".3f"),
+            number_text(cell["achieved_qps"], ".3f"),
             *(percentile_text(cell, percent) for percent in (50, 90, 99)),
-            _number(cell["tpot_s"]["p50"], ".1f", 1e3),
-            _number(cell["answer_s"]["p50"], ".3f"),
+            number_text(cell["tpot_s"]["p50"], ".1f", 1e3),
+            number_text(cell["answer_s"]["p50"], ".3f"),
             *(f"{cell['miss'][name]:.1%}" for name in LIMITS),
-            _number(cell["slip_p99_ms"], ".2f"),
-            _number(cell["backlog_slope_rps"], "+.3f"),
+            number_text(cell["slip_p99_ms"], ".2f"),
+            number_text(cell["backlog_slope_rps"], "+.3f"),
             "yes" if cell["valid"] else "no: " + "; ".join(cell["invalid_reasons"]),
         ]
         for arm, cell in each_cell(summary)
@@ -168,8 +145,8 @@ def interval_table(summary: Mapping[str, Any]) -> Table:
             str(cell["n"]),
             f"{cell['independent_requests']:.1f}",
             *(_interval(cell, name) for name in ("p50", "p90")),
-            _number(cell["ttft_from_send_s"]["p50"], ".3f"),
-            *(_between(cell["miss_interval"][name], ".1%") for name in LIMITS),
+            number_text(cell["ttft_from_send_s"]["p50"], ".3f"),
+            *(between_text(cell["miss_interval"][name], ".1%") for name in LIMITS),
         ]
         for arm, cell in each_cell(summary)
     ]
@@ -184,7 +161,7 @@ def engine_table(summary: Mapping[str, Any]) -> Table:
     counters = ("preemptions_delta", "prefix_hits_delta")
     rows = [
         [arm["name"], f"{cell['offered_qps']:g}", str(cell["repeat"])]
-        + [_number(cell["metrics"].get(name), ".3g") for name in columns + counters]
+        + [number_text(cell["metrics"].get(name), ".3g") for name in columns + counters]
         + [_kv_waits(cell["kv_waits"])]
         for arm, cell in each_cell(summary)
     ]
@@ -195,48 +172,6 @@ def _kv_waits(waits: Mapping[str, int] | None) -> str:
     if waits is None:
         return "unknown"
     return f"{waits['kv']} / {waits['waiting'] - waits['kv']} of {waits['samples']}"
-
-
-PAIRED_NOTE = (
-    "Medians over requests of the same request's TTFT in two arms, over all pairs of launches. Intervals: 95 %, "
-    "cohorts drawn in runs, launches as random effects. Resolved: the interval excludes 0 and the median is larger "
-    "than any between launches of one arm. McNemar: requests that missed the limit in more repeats of one arm than "
-    "of the other, and the exact two-sided p, which takes requests as independent and knows nothing of launches: a "
-    "small p of many requests may come of chance alone (docs/statistics.md)."
-)
-
-
-def paired_table(summary: Mapping[str, Any]) -> Table:
-    """Median difference of the same request's TTFT, the later arm minus the first."""
-    head = ["difference", "QPS", "pairs", "median TTFT difference s", "95 % interval s", "noise floor s"]
-    head += ["resolved", *(f"missed {name} s more often: first / other" for name in LIMITS)]
-    rows = [
-        [
-            f"{pair['arms'][1]} - {pair['arms'][0]}",
-            f"{pair['offered_qps']:g}",
-            str(pair["n"]),
-            _number(pair["ttft_delta_p50_s"], "+.4f"),
-            _between(pair["interval_s"], "+.4f") if pair["interval_s"] else f"none: {pair['no_interval']}",
-            _number(pair["noise_floor_s"], ".4f") if pair["noise_floor_s"] is not None else "one launch",
-            "yes" if pair["resolved"] else "not resolved",
-            *(_mcnemar(pair["mcnemar"][name]) for name in LIMITS),
-        ]
-        for pair in summary["paired"]
-    ]
-    return Table(head, rows)
-
-
-def noise_table(summary: Mapping[str, Any]) -> Table:
-    """Median paired difference between launches of one arm."""
-    rows = [
-        [
-            floor["arm"],
-            f"{floor['offered_qps']:g}",
-            ", ".join(f"{1e3 * value:+.1f}" for value in floor["differences_s"]),
-        ]
-        for floor in summary["noise_floor"]
-    ]
-    return Table(["arm", "QPS", "later launch minus earlier, ms"], rows)
 
 
 def rule_table(summary: Mapping[str, Any]) -> Table:
@@ -296,16 +231,35 @@ def _client_rule(summary: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def fixed_cohort_note(summary: Mapping[str, Any]) -> str:
+def headline_note(summary: Mapping[str, Any]) -> str:
+    """What the headline's medians are of, and how noisy the time per later token is."""
     if not summary["arms"]:
         return "No arm was measured."
     cohort = summary["arms"][0]["fixed_cohort"]
     if cohort["offered_qps"] is None:
         return f"Fixed cohort {cohort['name']}: no offered rate has valid cells in every measured arm."
+    counts = {arm["name"]: arm["fixed_cohort"]["n"] for arm in summary["arms"] if arm["cells"]}
+    same = len({*counts.values()}) == 1
+    n = str(cohort["n"]) if same else ", ".join(f"{count} of {name}" for name, count in counts.items())
+    one = "; it is one request, no P50 of several" if cohort["requests"] == 1 else ""
     return (
-        f"Fixed cohort: cohort {cohort['name']} of the trace (n = {cohort['n']}, repeats pooled) at "
+        f"Fixed cohort: cohort {cohort['name']} of the trace (n = {n}, repeats pooled{one}) at "
         f"{cohort['offered_qps']:g} QPS, the lowest offered rate whose cells are valid in every measured arm."
-        " Later tokens and whole answers: medians over all requests at the highest such rate."
+        " Later tokens and whole answers: medians over all requests at the highest such rate, not paired;"
+        f" paired differences stand below. {_tpot_note(summary['tpot_scatter'])}"
+    )
+
+
+def _tpot_note(scatter: Mapping[str, Any] | None) -> str:
+    if scatter is None:
+        return (
+            "How far chance moves the time per later token is not known (no arm was measured twice at this rate):"
+            " no difference in it is resolved."
+        )
+    return (
+        f"The time per later token is noisy: one request ({scatter['id']}) took {1e3 * scatter['low_s']:.2f} and"
+        f" {1e3 * scatter['high_s']:.2f} ms in cells of the same arm ({scatter['arm']}) at this rate; arms that differ"
+        " by less are not told apart by it."
     )
 
 
@@ -323,20 +277,7 @@ def _flagged(summary: Mapping[str, Any]) -> frozenset[int]:
 
 def _interval(cell: Mapping[str, Any], percent: str) -> str:
     interval = cell["ttft_interval_s"][percent]
-    return _between(interval, ".3f") if interval else str(cell["ttft_no_interval"][percent])
-
-
-def _between(interval: Mapping[str, float | None], form: str) -> str:
-    low, high = interval["low"], interval["high"]
-    return f"{'-inf' if low is None else format(low, form)} to {'failures' if high is None else format(high, form)}"
-
-
-def _mcnemar(test: Mapping[str, Any]) -> str:
-    return f"{test['more_first']} / {test['more_other']}, p {test['p']:.2g}"
-
-
-def _number(value: float | None, form: str, factor: float = 1.0, unit: str = "") -> str:
-    return "-" if value is None else format(factor * value, form) + unit
+    return between_text(interval, ".3f") if interval else str(cell["ttft_no_interval"][percent])
 
 
 def _seconds(value: float | None) -> str:

@@ -9,6 +9,10 @@ EQUAL_BYTES = 0.01
 NOMINAL = 0.05
 """By so much a trace's own rate may differ from the offered one without a word in the verdict."""
 
+PAIRS_TOLD = 4
+FAR_TOLD = 3
+"""So many pairs of launches, or requests far off, at most stand in words."""
+
 STATES = {"sure": "measured", "open": "open", "bad": "attention"}
 
 Summary = Mapping[str, Any]
@@ -38,6 +42,7 @@ def findings(summary: Summary) -> list[Finding]:
     return [
         *speed,
         *_answers(summary),
+        *_far_off(summary),
         _rates(summary),
         *_capacity(summary),
         *_kv_waits(summary),
@@ -51,21 +56,36 @@ def _speed(summary: Summary, first: str, other: str) -> Finding:
         text = f"No offered rate has valid cells of both {first} and {other}: they are not compared."
         return Finding("Speed", text, "bad")
     at, elsewhere = f"At {pair['offered_qps']:g} QPS", _elsewhere(summary, pair)
-    median, interval = pair["ttft_delta_p50_s"], pair["interval_s"]
+    median = pair["ttft_delta_p50_s"]
     if median is None:
         return Finding("Speed", f"{at} so many requests failed that the median difference is none.", "bad")
     text = f"{at} the first token of {other} comes {_later(median)} than that of {first} at the median"
+    text += f"{_sureness(pair)}{elsewhere}"
+    return Finding("Speed", text, "sure" if pair["resolved"] else "open")
+
+
+def _sureness(found: Mapping[str, Any]) -> str:
+    """What a paired median (of `found["n"]` requests) is worth, as the end of its sentence and what follows."""
+    interval, count = found["interval_s"], _launch_count(found["launches"])
     if interval is None:
-        text += f" of {pair['n']} paired requests. No interval ({pair['no_interval']})."
-        return Finding("Speed", f"{text} Not resolved.{elsewhere}", "open")
-    scope = "" if pair["knows_launches"] else " for these two launches alone"
-    text += (
+        text = f" of {found['n']} paired requests, {count}. No interval ({found['no_interval']})."
+        if alone := found["launch_pairs"]:
+            told = "; ".join(map(_of_launches, alone[:PAIRS_TOLD]))
+            more = "; further ones in the table" if len(alone) > PAIRS_TOLD else ""
+            text += f" Of one launch of each alone, over requests: {told}{more}."
+        return f"{text} Not resolved."
+    scope = "" if found["knows_launches"] else " for these two launches alone"
+    text = (
         f" (95 % interval{scope} {_signed(interval['low'])} to {_signed(interval['high'])},"
-        f" {pair['cohorts']} cohorts, {_launch_count(pair['launches'])})."
+        f" {found['cohorts']} cohorts, {count})."
     )
-    if pair["resolved"]:
-        return Finding("Speed", f"{text}{elsewhere}", "sure")
-    return Finding("Speed", f"{text} Not resolved: {_why_open(pair)}.{elsewhere}", "open")
+    return text if found["resolved"] else f"{text} Not resolved: {_why_open(found)}."
+
+
+def _of_launches(alone: Mapping[str, Any]) -> str:
+    low, high = (alone["interval_s"][end] for end in ("low", "high"))
+    ends = " to ".join("a failure" if end is None else _signed(end) for end in (low, high))
+    return f"{_signed(alone['delta_p50_s'])} (95 % {ends})"
 
 
 def reference_pair(summary: Summary, first: str, other: str) -> Mapping[str, Any] | None:
@@ -116,18 +136,46 @@ def _answers(summary: Summary) -> Iterator[Finding]:
         return
     if any(found["answer_p50_s"] is None and not found["unstable"] for _, found in at_load):
         return
+    rate, unstable = at_load[0][1]["offered_qps"], any(found["unstable"] for _, found in at_load)
     tokens = ", ".join(f"{name} {1e3 * found['tpot_p50_s']:.1f} ms" for name, found in at_load)
-    answers = ", ".join(
-        f"{name} {'(unstable)' if found['unstable'] else _magnitude(found['answer_p50_s'])}"
-        for name, found in at_load
+    which = "measured" if unstable else "valid"
+    text = f"At {rate:g} QPS, the highest rate {which} in every arm, medians: a later token takes {tokens}"
+    (first, _), *others = at_load
+    if unstable or not others:
+        answers = ", ".join(
+            f"{name} {'(unstable)' if found['unstable'] else _magnitude(found['answer_p50_s'])}"
+            for name, found in at_load
+        )
+        state = "open" if others else "sure"
+        yield Finding("Whole answers", f"{text}; a whole answer {answers}.", state)
+        return
+    pairs = [pair for pair in summary["paired"] if pair["offered_qps"] == rate and pair["arms"][0] == first]
+    text += " (not paired)."
+    for answer, other in ((pair["answer"], pair["arms"][1]) for pair in pairs):
+        if answer["delta_p50_s"] is not None:
+            briefly = f" of {answer['n']} paired requests: no interval, not resolved."
+            text += f" The whole answer of {other} ends {_later(answer['delta_p50_s'])} than that of {first} at the"
+            text += f" median{_sureness(answer) if answer['interval_s'] else briefly}"
+    sure = bool(pairs) and all(pair["answer"]["resolved"] for pair in pairs)
+    yield Finding("Whole answers", text, "sure" if sure else "open")
+
+
+def _far_off(summary: Summary) -> Iterator[Finding]:
+    """A request far off in one cell moves medians that are not paired."""
+    if not (found := summary["far_off"]):
+        return
+    told = [
+        f"{far['id']} in repeat {far['repeat']} of {far['arm']} at {far['offered_qps']:g} QPS"
+        f" {'failed' if far['ttft_s'] is None else format(far['ttft_s'], '.3f') + ' s'},"
+        f" {far['others_s']['low']:.3f} to {far['others_s']['high']:.3f} s in {far['others_s']['cells']} other cells"
+        for far in found[:FAR_TOLD]
+    ]
+    more = f"; and {len(found) - FAR_TOLD} more (summary.json)" if len(found) > FAR_TOLD else ""
+    text = (
+        f"{_count(len(found), 'request')} far off in one cell only, TTFT: {'; '.join(told)}{more}. Such a request"
+        " moves its cell's medians; the paired medians hold against single ones."
     )
-    which = "measured" if any(found["unstable"] for _, found in at_load) else "valid"
-    yield Finding(
-        "Whole answers",
-        f"At {at_load[0][1]['offered_qps']:g} QPS, the highest rate {which} in every arm, medians: a later token takes"
-        f" {tokens}; a whole answer {answers}.",
-        "sure" if len(at_load) == 1 else "open",
-    )
+    yield Finding("Far off", text, "open")
 
 
 def _rates(summary: Summary) -> Finding:

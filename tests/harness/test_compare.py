@@ -29,7 +29,7 @@ def test_runs_of_the_same_trace_are_put_side_by_side(
     before, after = run(tmp_path / "before", 0.0), run(tmp_path / "after", 0.3, limits=limits)
     assert main(["compare", before, after, "--arm", "tp2", "--out", str(tmp_path / "out" / "page.html")]) == 0
     printed = capsys.readouterr().out
-    assert "after:tp2 - before:tp2 | 1   | 6     | +0.3000" in printed
+    assert "after:tp2 - before:tp2 | 1   | TTFT   | 6     | +0.3000" in printed
     assert "source 15 s applied as 1 s" in printed and "here those of before hold for both" in printed
     assert "dcp2" not in printed
     assert "after:tp2" in (tmp_path / "out" / "page.html").read_text()
@@ -64,7 +64,7 @@ def test_an_unknown_arm_or_folder_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_a_run_beside_itself_keeps_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "a", 0.0)
     assert main(["compare", folder, folder, "--arm", "tp2"]) == 0
-    assert "a-2:tp2 - a-1:tp2 | 1   | 6     | +0.0000" in capsys.readouterr().out
+    assert "a-2:tp2 - a-1:tp2 | 1   | TTFT   | 6     | +0.0000" in capsys.readouterr().out
     assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["arms"][0]["name"] == "tp2"
 
 

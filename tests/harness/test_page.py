@@ -17,6 +17,7 @@ from builders import cell_run, manifest, record, small_trace
 from harness.load import CellRun
 from harness.manifest import new_arm
 from harness.report import build_summary, write_report
+from harness.report.pair_tables import LAUNCH_NOTE, launch_table
 from harness.report.plots import Plot, draw_ttft
 from harness.report.tables import INTERVAL_NOTE, markdown_report, rule_table
 from harness.report.verdict import findings, other_tokens
@@ -101,8 +102,19 @@ def test_one_launch_an_arm_never_resolves(tmp_path: Path) -> None:
 
 
 def test_too_few_cohorts_give_no_interval(tmp_path: Path) -> None:
-    state, text = said(written(tmp_path, pair(0.05, 0.0, repeats=2)))["Speed"]
+    store = written(tmp_path, pair(0.05, 0.0, repeats=2))
+    state, text = said(store)["Speed"]
     assert state == "open" and "24 cohorts over all repeats, an interval needs 30" in text
+    # Each pair of launches alone has one, over its 72 requests, and resolves nothing.
+    alone = r"Of one launch of each alone, over requests: (\+[45]\d(\.\d)? ms \(95 % [^)]*\)[;.] ){4}Not resolved\."
+    assert re.search(alone, text)
+    page = text_of(store)
+    assert LAUNCH_NOTE in page and LAUNCH_NOTE in (store.path / "table.md").read_text()
+    rows = launch_table(build_summary(store.manifest, list(store.cells()))).rows
+    assert [row[:5] for row in rows[:4]] == [
+        ["dcp8 - tp8", "1", "TTFT", launches, "72"] for launches in ("0 - 0", "1 - 0", "0 - 1", "1 - 1")
+    ]
+    assert LAUNCH_NOTE not in text_of(written(tmp_path / "more", pair(0.05, 0.0)))
 
 
 def test_the_headline_stands_at_the_fixed_cohorts_rate(tmp_path: Path) -> None:

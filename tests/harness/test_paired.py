@@ -208,6 +208,71 @@ def test_another_pass_over_a_short_trace_meets_the_same_busy_spells() -> None:
     assert found.interval is None and found.reason is not None and found.reason.endswith("as long, not of 24")
 
 
+def test_cohorts_of_one_request_that_overlap_count_as_fewer() -> None:
+    """15 requests sent twice make 30 cohorts of one; where one came while another waited, 27.7 of them."""
+    names = NAMES[:15]
+    twice = [
+        [{(turn, name): each[0, name] for turn in (0, 1) for name in names} for each in launched]
+        for launched in (arm(1, [0.0]), arm(2, [0.1]))
+    ]
+    alone = {name: index for index, name in enumerate(names)}
+    assert paired_estimate(*twice, alone).interval is not None
+    found = paired_estimate(*twice, alone, waiting=1 / 14)
+    assert found.interval is None and found.launch_pairs
+    told = "n too small: waiting for one another, 30 cohorts count as 27.7, an interval needs 30"
+    assert found.reason == told
+    # Larger cohorts that do not depend on their neighbours count whole.
+    assert paired_estimate(arm(1, [0.0]), arm(2, [0.1]), COHORT_OF, waiting=0.4).interval is not None
+
+
+def test_too_few_cohorts_leave_what_each_pair_of_launches_says() -> None:
+    first, other = ([*map(first_of, launched)] for launched in (arm(1, [0.0]), arm(2, [0.1, 0.3])))
+    found = paired_estimate(first, other, COHORT_OF)
+    assert found.interval is None and not resolved(found, 0.0)
+    assert [(pair.first, pair.other, pair.n) for pair in found.launch_pairs] == [(0, 0, 24), (0, 1, 24)]
+    for pair in found.launch_pairs:
+        deltas = sorted(other[pair.other][key] - first[0][key] for key in first[0])
+        assert pair.median_s == pytest.approx(np.median(deltas))
+        assert (pair.interval.low, pair.interval.high) == (deltas[6], deltas[17])  # ranks 7 and 18 of 24
+    queued = paired_estimate(first, other, COHORT_OF, waiting=0.25)  # as 16.6 requests: ranks 4 and 13 of 16
+    assert queued.launch_pairs[0].interval.low <= found.launch_pairs[0].interval.low
+    assert queued.launch_pairs[0].interval != found.launch_pairs[0].interval
+    assert not paired_estimate(first, other, COHORT_OF, waiting=0.5).launch_pairs  # 24 are no 20 memories
+    few = [first_of(each, 5) for each in (first[0], other[0])]
+    assert not paired_estimate(few[:1], few[1:], COHORT_OF).launch_pairs
+    assert not paired_estimate(arm(1, [0.0]), arm(2, [0.1]), COHORT_OF).launch_pairs  # there is an interval
+
+
+def first_of(launched: Launch, count: int = 24) -> Launch:
+    return {key: launched[key] for key in [*launched][:count]}
+
+
+def test_the_interval_of_two_launches_holds_their_true_difference() -> None:
+    """A queue at a load of 0.2, one launch an arm, the other one 5 % slower; 150 traces of 24 requests."""
+    generator = np.random.default_rng(5)
+    deltas, intervals = [], []
+    for _ in range(150):
+        due = np.cumsum(generator.exponential(5.0, 24))
+        service = generator.uniform(0.5, 1.5, 24)
+        served = [_serve(due, service * factor * generator.normal(1, 0.03, 24)) for factor in (1.0, 1.05)]
+        waiting = max(waiting_share(waiting_records([*zip(due, due + ttft, strict=True)])) for ttft in served)
+        a, b = ({(0, NAMES[i]): float(value) for i, value in enumerate(ttft)} for ttft in served)
+        found = paired_estimate([a], [b], COHORT_OF, replicates=2, waiting=waiting)
+        deltas.append(served[1] - served[0])
+        intervals += [pair.interval for pair in found.launch_pairs]
+    truth = float(np.median(np.concatenate(deltas)))
+    assert len(intervals) > 100
+    assert sum(truth in interval for interval in intervals) >= 0.93 * len(intervals)
+
+
+def _serve(due: np.ndarray, service: np.ndarray) -> np.ndarray:
+    ttft, free = np.zeros_like(due), 0.0
+    for index, (at, takes) in enumerate(zip(due, service, strict=True)):
+        free = max(free, at) + takes
+        ttft[index] = free - at
+    return ttft
+
+
 @pytest.mark.parametrize(("more_first", "more_other"), [(0, 0), (1, 0), (5, 5), (3, 11), (40, 21)])
 def test_mcnemar_agrees_with_scipys_exact_test(more_first: int, more_other: int) -> None:
     keys = [str(index) for index in range(more_first + more_other)]
