@@ -6,6 +6,7 @@ rows that `kv_b_proj` reads and the keys that attention reads are vLLM's byte fo
 With `verify` as TRANSPORT also, that the comparison in the running engine finds a damaged row.
 
     fp32, bf16      the cache in the model's dtype
+    interleave4     bf16, each rank keeps the tokens in runs of four
     fp8             model bf16, cache e4m3 with a k_scale other than 1
     fp8-queries     the same with fp8 prefill queries and a fused key concatenation, as Kimi-K3's own layer has them
     sparse          bf16 through a sparse layer's implementation and its own metadata builder
@@ -45,12 +46,14 @@ class Kind:
     cache_dtype: str = "auto"
     k_scale: float = 1.0
     fp8_queries: bool = False
+    interleave: int = 1
     sparse: bool = False
 
 
 KINDS = {
     "fp32": Kind(torch.float32),
     "bf16": Kind(torch.bfloat16),
+    "interleave4": Kind(torch.bfloat16, interleave=4),
     "fp8": Kind(torch.bfloat16, "fp8", 0.3717),
     "fp8-queries": Kind(torch.bfloat16, "fp8", 2.7, fp8_queries=True),
     "sparse": Kind(torch.bfloat16, sparse=True),
@@ -159,8 +162,8 @@ def metadata(kind: Kind, rank: int, world_size: int, generator: torch.Generator)
         align_chunk_to_block=False,
         device=torch.device("cpu"),
         dcp_world_size=world_size,
-        dcp_local_block_size=1,
-        dcp_virtual_block_size=world_size,
+        dcp_local_block_size=kind.interleave,
+        dcp_virtual_block_size=world_size * kind.interleave,
         dcp_manager=ContextGather(),
     )
     assert context is not None
@@ -175,6 +178,7 @@ def metadata(kind: Kind, rank: int, world_size: int, generator: torch.Generator)
         block_size=BLOCK,
         world_size=world_size,
         rank=rank,
+        interleave=kind.interleave,
     )
     cache = torch.full((width * len(CONTEXTS), BLOCK, LATENT + ROPE), torch.nan).to(cached)
     raw, here = cache.view(-1, LATENT + ROPE).view(torch.uint8), slots >= 0

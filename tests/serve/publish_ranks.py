@@ -31,7 +31,7 @@ from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
 DELAY_S = 0.1
 MUTATION_DELAY_S = 0.8
-"""Once, where the fault must show: long enough for a rank that shares its core with others."""
+"""Once, where the fault must show: long enough for ranks that share a core, at W = 8 twice as long."""
 SENTINEL = 0x7A
 
 
@@ -49,12 +49,13 @@ class World:
     contexts: list[int]
     workspace: int
     seed: int = 0
+    interleave: int = 1
     chunks: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chunks = chunks(self.contexts, self.world_size, 1, self.workspace)
+        self.chunks = chunks(self.contexts, self.world_size, self.interleave, self.workspace)
         generator = torch.Generator().manual_seed(self.seed)
-        local = -(-max(self.contexts) // self.world_size)
+        local = self.interleave * -(-max(self.contexts) // (self.world_size * self.interleave))
         width = -(-local // BLOCK) + 1
         blocks = width * len(self.contexts)
         # Blocks lie apart, as in a cache whose groups share pages.
@@ -149,10 +150,14 @@ def publisher(
 CONTEXTS = [21, 0, 1, 40, 3]
 
 
-def bytes_equal(rank: int, world_size: int, implementation: str, dtype: torch.dtype) -> None:
+def bytes_equal(
+    rank: int, world_size: int, implementation: str, dtype: torch.dtype, interleave: int = 1
+) -> None:
     """Two layers of several chunks; planes are symmetric memory itself; what lies beyond N is never written."""
-    world = World(rank, world_size, dtype, CONTEXTS, workspace=16)
-    assert len(world.chunks) > 3 and any(chunk.is_continuation for chunk in world.chunks)
+    world = World(
+        rank, world_size, dtype, CONTEXTS, workspace=max(16, world_size * interleave), interleave=interleave
+    )
+    assert len(world.chunks) >= 3 and any(chunk.is_continuation for chunk in world.chunks)
     source = publisher(world, implementation)
     own = source.rank.region.peers[rank]  # type: ignore[attr-defined]
     for plane in (plane for slots in source.planes[0] for plane in slots):
@@ -273,7 +278,7 @@ def lifetimes(
             if not mutate:
                 time.sleep(DELAY_S)
             elif at == (0, 1 if mutate == "one slot" else 2):
-                time.sleep(MUTATION_DELAY_S)
+                time.sleep(MUTATION_DELAY_S * max(1, world_size // 4))
 
     def delayed_push(*arguments: Any, wait: bool) -> None:
         """One launch for both steps where nothing is to come between them."""
@@ -307,7 +312,7 @@ def lifetimes(
 
 def late_rank_is_named(rank: int, world_size: int, implementation: str) -> None:
     world = World(rank, world_size, torch.bfloat16, CONTEXTS, workspace=16)
-    source = publisher(world, implementation, timeout_s=0.2 if implementation == "torch" else 0.02)
+    source = publisher(world, implementation, timeout_s=0.1 * world_size if implementation == "torch" else 0.02)
     if rank != 1:
         try:
             world.gather(source, 0, 0)
@@ -328,7 +333,7 @@ MUTATIONS = {
 
 
 def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
-    """All of them with two ranks; with more, what more ranks can change (the interpreter takes a second a case)."""
+    """All of them with two ranks or in PyTorch; else what more ranks change (the interpreter takes seconds a case)."""
     made: dict[str, Callable[[int, int], None]] = {}
 
     def add(name: str, body: Any, *arguments: Any) -> None:
@@ -341,15 +346,17 @@ def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
                 "fp32",
             ):  # fp32 is there for the engine on the CPU, which runs torch
                 add(f"{kind}: bytes {name}", bytes_equal, kind, dtype)
-        if world_size == 2 or (world_size, kind) == (4, "torch"):
+        every = world_size == 2 or kind == "torch"
+        if every:
+            add(f"{kind}: bytes bf16, interleave 4", bytes_equal, kind, torch.bfloat16, 4)
             add(f"{kind}: fp8 scaled", fp8_scaled, kind)
             add(f"{kind}: ubatches", ubatches_apart, kind)
             if kind == "triton":
                 add(f"{kind}: multicast stand-in", multicast_stand_in, kind)
             add(f"{kind}: late rank is named", late_rank_is_named, kind)
-        for where in DELAYS if world_size == 2 or kind == "torch" else DELAYS[-1:]:
+        for where in DELAYS if every else DELAYS[-1:]:
             add(f"{kind}: late {where}", lifetimes, kind, where)
-        if world_size == 2 or (world_size, kind) == (4, "torch"):
+        if every:
             for mutate, where in MUTATIONS.items():
                 add(f"mutation: {kind}, {mutate}", lifetimes, kind, where, mutate)
     for kind in ("triton", "torch"):

@@ -16,10 +16,11 @@ from kimi_k3_serve.publish.choice import Choice, PrefillKVError
 
 
 def test_the_replaced_method_equals_stock_bit_for_bit() -> None:
-    """Through every transport of the CPU, with scaled e4m3 and in a sparse layer; and the check of a running engine
-    finds one wrong bit."""
+    """Through every transport of the CPU, with scaled e4m3, in runs of four tokens and in a sparse layer; and the check
+    of a running engine finds one wrong bit."""
     cases = ["2:auto:fp32", "4:shared:bf16", "2:collective:bf16", "2:stock:fp32", "2:verify:bf16"]
     cases += ["4:auto:fp8", "2:collective:fp8", "2:auto:fp8-queries", "2:verify:fp8", "2:auto:sparse"]
+    cases += ["4:auto:interleave4", "2:collective:interleave4"]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("prefill_ranks.py")), *cases],
         capture_output=True,
