@@ -163,10 +163,7 @@ class ResidentRun:
     def _close(self) -> None:
         run = self._run
         run.manifest["sessions"][self._session] |= {"steps_s": self.steps.seconds, "gpus_at_end": gpu_facts()}
-        run.note(
-            "All arms' engines ran at once, one of them loaded at a time; what idle ones beside cost the first"
-            " arm stands in residency-<session>.json where it was measured."
-        )
+        run.note("All arms' engines ran at once, one of them loaded at a time.")
         run.note_launches()
         run.manifest["left_out"] = {arm: why.splitlines()[0] for arm, why in self._left_out.items()}
         for arm, why in run.manifest["left_out"].items():

@@ -102,7 +102,8 @@ class LongPrompts:
                 "without": without,
             },
         )
-        self._find(idle_text(first, others, beside, without))
+        told = idle_text(first, others, beside, without)
+        self._find(f"{told} The prompts' times: residency-{self._session}.json.")
 
 
 def idle_text(first: str, others: Sequence[str], beside: Times, without: Times) -> str:

@@ -84,6 +84,7 @@ def test_killed_restarted_and_resumed_as_another_launch(
     notes = " ".join(manifest["notes"])
     assert "One launch of each engine" in notes  # dcp2's first launch has no cell left
     assert "a rehearsal); it was started again in" in notes and "Idle engines beside" in notes
+    assert "residency-1.json" in notes
     pairs = [pair["pair"] for pair in manifest["parity"]["pairs"]]
     others = ("dcp2", "dcp2, concurrent", "dcp2-stock", "dcp2-stock, concurrent")
     assert manifest["parity"]["ok"] and pairs[3:] == [f"tp2 vs {other}" for other in others]
@@ -197,7 +198,9 @@ def test_arm_that_does_not_prove_itself_is_left_out(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: dcp2 was left out: arm dcp2 is not what its name says: peer_decode_merge")
     assert {arm for arm, *_ in measured(out)} == {"tp2", "dcp2-stock"}
-    assert any(note.startswith("dcp2 was left out") for note in read(out / "manifest.json")["notes"])
+    notes = read(out / "manifest.json")["notes"]
+    assert any(note.startswith("dcp2 was left out") for note in notes)
+    assert not any("residency" in note for note in notes)  # idleness was not measured
     assert read(out / "summary.json")["left_out"].keys() == {"dcp2"}
     assert "Left out: dcp2 (reasons below)" in (out / "table.md").read_text()
 
