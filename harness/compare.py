@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import calibrate
+from harness.checks import parity_of
 from harness.errors import UserError
 from harness.files import write_bytes
 from harness.report.page import page
@@ -51,16 +52,20 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
         arms += [{**a, "name": f"{label}:{a['name']}", "declared": declared} for a in wanted]
         kept = {a["name"] for a in wanted}
         cells += [_relabelled(cell, label) for cell in store.cells() if cell.key.arm in kept]
-    refused = [m["parity"] for m in manifests if m.get("parity") and not m["parity"]["ok"]]
-    parity = refused[0] if refused else None  # what one run refused is no result beside another run either
+    verdicts = [
+        parity_of(manifest, store.cells()) for store, manifest in zip((first, second), manifests, strict=True)
+    ]
+    # What one run refused is no result beside another run either.
+    parity = next((verdict for verdict in verdicts if verdict and not verdict["ok"]), None)
     points = [m["client_calibration"] for m in manifests if m.get("client_calibration")]
     facts = dict(manifests[0])
+    facts.pop("parity_checks", None)
     if facts.get("timeouts") != manifests[1].get("timeouts"):
         facts.pop("timeouts", None)  # they are neither's alone
     return {
         **facts,
         "arms": arms,
-        "notes": _notes(manifests, labels),
+        "notes": _notes(manifests, labels, verdicts),
         "parity": parity,
         "client_calibration": calibrate.worst(points) if points else None,
     }, cells
@@ -76,7 +81,11 @@ def _relabelled(cell: Cell, label: str) -> Cell:
     return replace(cell, key=key)
 
 
-def _notes(manifests: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
+def _notes(
+    manifests: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    verdicts: Sequence[Mapping[str, Any] | None],
+) -> list[str]:
     """What else differs between the runs, and what each run's own parity check said."""
     notes = [
         "These arms come from two runs: what changed on the machine between them is in every difference."
@@ -89,10 +98,9 @@ def _notes(manifests: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> lis
     limits = [{name: m["limits"].get(name, []) for name in ("applied", "rules")} for m in manifests]
     if limits[0] != limits[1]:
         notes.append(f"The runs applied different limits; here those of {labels[0]} hold for both.")
-    for manifest, label in zip(manifests, labels, strict=True):
+    for manifest, label, parity in zip(manifests, labels, verdicts, strict=True):
         if not manifest.get("client_calibration"):
             notes.append(f"The client's own error was not measured in {label}.")
-        parity = manifest.get("parity")
         state = "not checked" if parity is None else "passed" if parity["ok"] else parity["refusal"]
         notes.append(f"Parity within {label}: {state}.")
     return notes

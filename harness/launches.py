@@ -34,7 +34,12 @@ def kept_answers(run: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers
 
 def read_answers(run: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers]:
     """By arm, whatever the verdict was."""
-    paths = {arm["name"]: run / "parity" / f"{arm['name']}.json.gz" for arm in manifest["arms"]}
+    return answers_in(run / "parity", manifest)
+
+
+def answers_in(folder: Path, manifest: Mapping[str, Any]) -> dict[str, ArmAnswers]:
+    """By arm, those that a folder holds."""
+    paths = {arm["name"]: folder / f"{arm['name']}.json.gz" for arm in manifest["arms"]}
     return {name: _read_answers(path) for name, path in paths.items() if path.exists()}
 
 

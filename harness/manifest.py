@@ -66,7 +66,7 @@ def new_manifest(
     return {
         "schema": SCHEMA,
         "created_unix_s": time.time(),
-        "command": shlex.join(["python", "-m", "harness", *sys.argv[1:]]),
+        "command": _command(),
         "harness_version": __version__,
         "code_sha256": code_sha256(),
         "trace": {"path": trace_path, "sha256": trace.sha256, "header": trace.header},
@@ -87,6 +87,17 @@ def new_manifest(
         "parity": None,
         "notes": list(notes),
     }
+
+
+def add_session(manifest: dict[str, Any], **facts: Any) -> int:
+    """Adds the command that begins, or goes on with, a run to its `sessions`; returns which one it is, from 0."""
+    sessions: list[dict[str, Any]] = manifest.setdefault("sessions", [])
+    sessions.append({"began_unix_s": time.time(), "command": _command(), **facts})
+    return len(sessions) - 1
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "harness", *sys.argv[1:]])
 
 
 def new_arm(

@@ -26,6 +26,7 @@ from harness.engines.process import Engine, free_port, start
 from harness.errors import UserError
 from harness.launches import kept_answers, launch_order
 from harness.load import Progress, Target
+from harness.manifest import add_session
 from harness.parity_collect import collect
 from harness.prepare import ask_reference, make_checkpoint, sha256_of
 from harness.progress import display, tell_plan
@@ -180,7 +181,8 @@ class PairRun:
                     asking = collect(target, prompts, continuations, vocab_size, self.steps.progress)
                     answers[arm.name] = await engine.guard(asking, "answering the parity prompts")
                     proofs = self._run.read_proofs(arm.name)
-                    if refusal := self._run.judge(prompts, reference, answers, self.steps):
+                    judged = {arm.name: launch}
+                    if refusal := self._run.judge(prompts, reference, answers, self.steps, launches=judged):
                         raise UserError(refusal)
                     arm.require_proof(proofs, used=True)
                 if not manifest["frozen"]:
@@ -237,6 +239,8 @@ class PairRun:
             raise UserError(
                 f"{options.out} was begun with the rates {begun}; resume it with the same, or choose another --out"
             )
+        add_session(folder.manifest)
+        folder.save()
         return folder
 
     def _is_measured(self, arm: Arm, launch: int) -> bool:

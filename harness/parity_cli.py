@@ -7,15 +7,19 @@ parity/prompts.json, as parity/reference.json, counts). The verdict that it had 
 """
 
 import argparse
+import gzip
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from harness import parity
+from harness.checks import folder_of
 from harness.errors import UserError
-from harness.files import claim, write_json
-from harness.launches import read_answers
+from harness.files import claim, read_json, write_json
+from harness.launches import answers_in, read_answers
 from harness.options import parse_counts
 from harness.report import write_report
 from harness.store import RunStore
@@ -52,24 +56,55 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("these are not the prompts that were asked; name the length of each with --lengths")
     path = store.path / "parity" / "reference.json"
     reference = parity.parse_reference(json.loads(path.read_bytes())) if path.exists() else None
-    tolerance = parity.Tolerance(arguments.tolerance or before["tolerance"]["logprob"])
-    longest = max(len(answer.alone[prompt.id]) for answer in answers.values() for prompt in asked)
-    verdict = parity.compare(asked, reference, answers, tolerance, longest)
-    record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
+    record = _judged(asked, reference, answers, before, arguments.tolerance)
     beside = {name: answer.prefills_beside for name, answer in answers.items()}
-    kept = {"before": before.get("before", before)}
-    write_json(store.path / "parity.json", {**record, "prefills_beside": beside, **kept})
+    write_json(store.path / "parity.json", {**record, "prefills_beside": beside})
+    _judge_checks(store.path, manifest, reference, arguments.tolerance)
     against = " and a float32 reference" if reference else ""
     note = (
         f"{AGAIN} from the kept answers{against}: {record['refusal'] or 'passed'}. The run's own verdict was:"
-        f" {kept['before']['refusal'] or 'passed'}."
+        f" {record['before']['refusal'] or 'passed'}."
     )
-    manifest["parity"] = {**record, **kept}
+    manifest["parity"] = record
     for texts in ("findings", "notes"):
         others = [text for text in manifest.get(texts, ()) if not text.startswith(AGAIN)]
         manifest[texts] = [*others, note]
     store.write_manifest(manifest)
     print(write_report(store), end="")
+
+
+def _judged(
+    asked: Sequence[parity.Prompt],
+    reference: parity.Answers | None,
+    answers: Mapping[str, parity.ArmAnswers],
+    before: Mapping[str, Any],
+    tolerance: float | None,
+) -> dict[str, Any]:
+    limits = parity.Tolerance(tolerance or before["tolerance"]["logprob"])
+    longest = max(len(answer.alone[prompt.id]) for answer in answers.values() for prompt in asked)
+    verdict = parity.compare(asked, reference, answers, limits, longest)
+    return {
+        **asdict(verdict),
+        "refusal": verdict.refusal(),
+        "prompts": {prompt.id: len(prompt.tokens) for prompt in asked},
+        "before": before.get("before", before),
+    }
+
+
+def _judge_checks(
+    run: Path, manifest: Mapping[str, Any], reference: parity.Answers | None, tolerance: float | None
+) -> None:
+    """Those of every launch likewise; with the reference where it was given the same prompts and continuations."""
+    now = run / "parity" / "prompts.json"
+    for number, check in enumerate(manifest.get("parity_checks", ()), start=1):
+        folder = folder_of(run, number)
+        before, prompts = read_json(folder / "verdict.json"), folder / "prompts.json.gz"
+        asked = [parity.Prompt(name, (0,) * length) for name, length in before["prompts"].items()]
+        same = prompts.exists() and gzip.decompress(prompts.read_bytes()) == now.read_bytes()
+        answers = answers_in(folder, manifest)
+        record = _judged(asked, reference if same else None, answers, before, tolerance)
+        write_json(folder / "verdict.json", record)
+        check |= {"ok": record["ok"], "refusal": record["refusal"]}
 
 
 def _named(lengths: str | None) -> dict[str, int]:

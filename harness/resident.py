@@ -28,6 +28,7 @@ from harness.calibrate import brief, error_bar
 from harness.errors import UserError
 from harness.fleet import Fleet
 from harness.load import Target
+from harness.manifest import add_session
 from harness.nvidia import gpu_facts
 from harness.pair import Options
 from harness.prepare import sha256_of
@@ -150,9 +151,7 @@ class ResidentRun:
         manifest["repeats"] = max(manifest["repeats"], resident.repeats)
         if options.absolute_rates:
             manifest["rates"] = sorted({*manifest["rates"], *options.rates})
-        sessions = manifest.setdefault("sessions", [])
-        self._session = len(sessions)
-        sessions.append({"began_unix_s": time.time(), "gpus": gpu_facts()})
+        self._session = add_session(manifest, gpus=gpu_facts())
         manifest.setdefault("deaths", [])
         known = {arm["name"] for arm in manifest["arms"]}
         if unknown := [arm.name for arm in options.arms if arm.name not in known]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness import parity
+from harness.checks import keep_check
 from harness.errors import UserError
 from harness.files import write_json
 from harness.fleet import Fleet
@@ -106,10 +107,11 @@ class ResidentParity:
         verdict = parity.compare(
             asked.prompts, asked.reference, arms, resident.tolerance, resident.parity_tokens
         )
-        write_json(
-            run.path / f"parity-{name}-launch{run.launches()[name] + 1}.json",
-            {**asdict(verdict), "refusal": verdict.refusal()},
-        )
+        launch = run.launches()[name]
+        lengths = {prompt.id: len(prompt.tokens) for prompt in asked.prompts}
+        record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
+        write_json(run.path / f"parity-{name}-launch{launch + 1}.json", record)
+        keep_check(run.path, run.manifest, record, arms, {name: launch})
         arm = next(arm for arm in self._options.arms if arm.name == name)
         arm.require_proof(run.read_proofs(name), used=True, gpu=resident.serving.gpu)
         if (refusal := verdict.refusal()) and not resident.despite_refusal:
@@ -128,6 +130,7 @@ class ResidentParity:
             reference,
             answers,
             self._steps,
+            launches={name: launch for name, launch in run.launches().items() if name in answers},
             tolerance=resident.tolerance,
             output_tokens=resident.parity_tokens,
         ):

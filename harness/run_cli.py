@@ -17,7 +17,7 @@ from harness.course import Plan
 from harness.engines.endpoint import ask_model, check_reachable, describe_server
 from harness.errors import UserError
 from harness.load import Target
-from harness.manifest import new_arm, new_manifest
+from harness.manifest import add_session, new_arm, new_manifest
 from harness.options import parse_arm, parse_limits, parse_rates, positive
 from harness.progress import JsonEvents, display, tell_plan
 from harness.report import write_report
@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
         open_store = RunStore.resume if arguments.resume else RunStore.create
         store = open_store(arguments.out, manifest, trace)
         store.require_same(manifest)
+        manifest = store.manifest
+        add_session(manifest)
+        store.write_manifest(manifest)
         try:
             complete = uvloop.run(_measure(store, targets, engines, trace, plan, arguments))
         finally:

@@ -4,13 +4,12 @@
 baseline.json                the first arm's unloaded TTFT and capacity, with the requests they come from
 parity.json                  the verdict, extremes of each pair, every difference
 parity/prompts.json          what was asked; reference.json and <arm>.json.gz: what was answered
+parity/check-<n>/            all that of each verdict, for every launch: checks.py
 proof/<arm>/rank-<r>.json    what each rank stated about itself
 logs/<name>.log              output of every program that was run
 set_aside/                   among them cells that an engine's death ended, and that were measured again
 """
 
-import gzip
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any
 from harness import calibrate, parity
 from harness.arms import Arm
 from harness.baseline import Baseline
+from harness.checks import keep_answers, keep_check
 from harness.engines.process import Engine
 from harness.engines.proof import Proof, read_proofs
 from harness.errors import UserError
-from harness.files import write_bytes, write_json
+from harness.files import write_json
 from harness.launches import flags_of
 from harness.manifest import new_arm, new_manifest
 from harness.sla import Limits
@@ -166,21 +166,22 @@ class RunFolder:
         answers: Mapping[str, parity.ArmAnswers],
         steps: Steps,
         *,
+        launches: Mapping[str, int],
         tolerance: parity.Tolerance = parity.EXACT,
         output_tokens: int = parity.OUTPUT_TOKENS,
     ) -> str | None:
-        """Keeps what was answered and the verdict so far; returns why the arms must not be timed, if they must not."""
+        """Keeps what was answered and the verdict so far; returns why the arms must not be timed, if they must not.
+
+        `launches`: of the arms, those that this verdict is about; other answers are of launches that have theirs.
+        """
         verdict = parity.compare(prompts, reference, answers, tolerance, output_tokens)
         lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
         record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
         self.manifest["parity"] = record
-        for name, answer in answers.items():
-            write_bytes(
-                self.folder("parity") / f"{name}.json.gz",
-                gzip.compress(json.dumps(asdict(answer)).encode(), mtime=0),
-            )
+        keep_answers(self.folder("parity"), answers)
         beside = {name: answer.prefills_beside for name, answer in answers.items()}
         write_json(self.path / "parity.json", {**record, "prefills_beside": beside})
+        keep_check(self.path, self.manifest, record, answers, launches)
         self.save()
         for pair in verdict.pairs:
             steps.say(

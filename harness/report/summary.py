@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from harness.checks import parity_of
 from harness.client import CANCELLED, OK, RequestRecord
 from harness.report.differences import (
     as_json,
@@ -51,7 +52,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
     }
     valid = [cell for cell in cells if judged[cell.key]["valid"]]
     unstable_keys = {key for key, cell in judged.items() if cell["unstable"]}
-    parity = manifest.get("parity")
+    parity = parity_of(manifest, valid)
     comparable = (
         [] if parity and not parity["ok"] else names
     )  # arms that compute other things are not compared

@@ -331,6 +331,8 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
         f"{arm}_q{rate}_r{launch}" for arm in ("dcp2", "tp2") for rate in (20, 40) for launch in (0, 1)
     ]
     assert all(cell.facts["launch"] == cell.key.repeat for cell in cells)
+    assert len(read(out / "manifest.json")["sessions"]) == 2
+    assert all(check["ok"] for check in read(out / "manifest.json")["parity_checks"])
     steps = read(out / "manifest.json")["steps_s"]  # of the second session
     assert {"tp2 launch 2 parity", "tp2 launch 2 sweep"} <= steps.keys()  # no launch is timed unchecked
     unspoiled = {path for path in complete & kept.keys() if path.stem not in aside}

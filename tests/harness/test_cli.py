@@ -385,4 +385,7 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
         assert 'was begun with timeouts {"connect_s": 60.0' in error_line(code, err), err
     cells = json.loads((out / "summary.json").read_bytes())["arms"][0]["cells"]
     assert [cell["offered_qps"] for cell in cells] == [20.0, 30.0, 40.0]
-    assert RunStore.open(out).manifest["rates"] == [20.0, 40.0]  # of both sessions
+    manifest = RunStore.open(out).manifest
+    assert manifest["rates"] == [20.0, 40.0]  # of both sessions
+    commands = [session["command"] for session in manifest["sessions"]]
+    assert len(commands) == 2 and "--resume" not in commands[0] and commands[1].endswith("--resume")

@@ -18,7 +18,7 @@ def run(path: Path, shift_s: float, trace: Trace = TRACE, slip_s: float = 0.001,
     for arm, own_s in (("tp2", 0.0), ("dcp2", 0.2)):
         cell = cell_run([0.5 + shift_s + own_s] * 6)
         cell = replace(cell, records=[replace(r, dispatched_s=r.due_s + slip_s) for r in cell.records])
-        store.write_cell(CellKey(arm, 1.0, 0), cell, trace_sha256=trace.sha256, cache_salt="s")
+        store.write_cell(CellKey(arm, 1.0, 0), cell, trace_sha256=trace.sha256, cache_salt="s", launch=0)
     return str(path)
 
 
@@ -76,6 +76,27 @@ def test_a_run_that_parity_refused_is_no_result_beside_another(
     assert main(["compare", run(tmp_path / "a", 0.0), broken]) == 0
     printed = capsys.readouterr().out
     assert "**parity refused: prompt p0**" in printed and "highest passing QPS" not in printed
+
+
+@pytest.mark.parametrize("refusal", [None, "parity refused: prompt p1"])
+def test_every_launch_that_counts_passed_parity(
+    refusal: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last check passed, whatever dcp2's launch of these cells was told; without a check it was told nothing."""
+    passed = {"ok": True, "compared": 1, "diverged": [], "refusal": None}
+    checks = [
+        {"launches": {"tp2": 0, "dcp2": 0}, "ok": refusal is None, "refusal": refusal},
+        {"launches": {"tp2": 0, "dcp2": 1}, "ok": True, "refusal": None},
+    ]
+    folders = [run(tmp_path / name, 0.0, parity=passed, parity_checks=checks) for name in ("a", "b")]
+    for words in (["compare", *folders], ["report", folders[0]]):
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        told = "launch 1 of dcp2 was timed, but parity refused: prompt p1" in printed
+        assert told == (refusal is not None) == ("highest passing QPS" not in printed)
+    unchecked = run(tmp_path / "c", 0.0, parity=passed, parity_checks=checks[1:])
+    assert main(["report", unchecked]) == 0
+    assert "launch 1 of dcp2 was timed, but its parity was not checked" in capsys.readouterr().out
 
 
 def test_each_run_is_judged_by_what_it_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,52 +7,24 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from aiohttp import web
 from builders import cell_run, manifest, record, small_trace
+from commands import arguments, measured, on_gpus, read
 
 from harness import sweep
 from harness.cli import main
 from harness.engines.process import Engine, free_port
 from harness.errors import UserError
 from harness.fleet import Fleet, gather_all
-from harness.load import Target
-from harness.long_context import Answer, Question, paired_text, question, session, stream, while_all_decode
 from harness.parity import at_fault
-from harness.resident_long import idle_text
 from harness.resident_sweep import touched
 from harness.run_folder import RunFolder
 from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
-from harness.trace import load_trace
-
-FAKE = Path(__file__).with_name("fake_engine.py")
-SMALL = (
-    "--requests 4 --cohort-size 2 --output-tokens 8 --parity-lengths 40,127 --scale 0.01 --absolute-rates"
-    " --sla 15,25 --rates 6,12"
-)
-
-
-def arguments(out: Path, *more: str) -> list[str]:
-    places = ["--out", str(out), "--cache", str(out.parent / "cache")]
-    return ["bench", *SMALL.split(), "--engine-command", f"{sys.executable} {FAKE}", *places, *more]
-
-
-def on_gpus(out: Path, *more: str) -> list[str]:
-    return arguments(out, "--gpu", "--profile", "slice-h200-2", "--arms", "tp2,dcp2,dcp2-stock", *more)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def measured(out: Path) -> list[tuple[str, float, int, int]]:
-    """(arm, rate, repeat, launch) of each cell, in the order of measurement."""
-    cells = sorted(RunStore.open(out).cells(), key=lambda cell: cell.facts["started_unix_s"])
-    return [(c.key.arm, c.key.offered_qps, c.key.repeat, c.facts["launch"]) for c in cells]
 
 
 def test_killed_restarted_and_resumed_as_another_launch(
@@ -61,6 +33,7 @@ def test_killed_restarted_and_resumed_as_another_launch(
     monkeypatch.setattr(sweep, "due_again", lambda *_: False)  # a busy machine makes clients late
     out = tmp_path / "run"
     long = ["--lone-prompts", "1", "--contexts", "2"]
+    monkeypatch.setattr(sys, "argv", ["harness", "first"])
     assert main(on_gpus(out, *long, "--kill", "dcp2")) == 0
     manifest = read(out / "manifest.json")
     (death,) = manifest["deaths"]
@@ -89,6 +62,7 @@ def test_killed_restarted_and_resumed_as_another_launch(
     others = ("dcp2", "dcp2, concurrent", "dcp2-stock", "dcp2-stock, concurrent")
     assert manifest["parity"]["ok"] and pairs[3:] == [f"tp2 vs {other}" for other in others]
 
+    monkeypatch.setattr(sys, "argv", ["harness", "second"])
     assert main(on_gpus(out, "--repeats", "2", "--resume")) == 0
     assert "tp2 vs dcp2-stock: 64 positions" in capsys.readouterr().err.rpartition("warm-up took")[2]
     both = measured(out)
@@ -97,7 +71,37 @@ def test_killed_restarted_and_resumed_as_another_launch(
     assert "One launch" not in " ".join(read(out / "manifest.json")["notes"])
     floors = read(out / "summary.json")["noise_floor"]
     assert {floor["arm"] for floor in floors} == {"tp2", "dcp2", "dcp2-stock"}
-    assert len(read(out / "manifest.json")["sessions"]) == 2
+    manifest = read(out / "manifest.json")
+    commands = [session["command"] for session in manifest["sessions"]]
+    assert commands == ["python -m harness first", "python -m harness second"] and len(commands) == 2
+    checks = manifest["parity_checks"]
+    assert [(check["session"], check["launches"], check["ok"]) for check in checks] == [
+        (1, {"tp2": 0, "dcp2": 0, "dcp2-stock": 0}, True),
+        (1, {"dcp2": 1}, True),
+        (2, {"tp2": 1, "dcp2": 2, "dcp2-stock": 1}, True),
+    ]
+    kept = out / "parity" / "check-1"
+    assert read(kept / "verdict.json")["ok"] and (kept / "prompts.json.gz").exists()
+    assert {path.name for path in kept.glob("*dcp*.json.gz")} == {"dcp2.json.gz", "dcp2-stock.json.gz"}
+    pids = {read(out / "parity" / f"check-{n}" / "proof" / "dcp2" / "rank-1.json")["pid"] for n in (1, 2, 3)}
+    assert len(pids) == 3
+
+
+def test_a_launch_that_is_timed_despite_its_refusal_takes_the_headline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's first check passed; dcp2-stock comes back wrong, and its cells are of that launch."""
+    faults = {"wrong_prefill_kv": "stock", "right_once": str(tmp_path / "was-up")}
+    monkeypatch.setenv("FAKE_ENGINE", json.dumps(faults))
+    out = tmp_path / "run"
+    assert main(on_gpus(out, "--kill", "dcp2-stock", "--despite-refusal")) == 0
+    assert read(out / "manifest.json")["parity"]["ok"]
+    refusal = read(out / "summary.json")["parity"]["refusal"]
+    assert refusal.startswith("launch 2 of dcp2-stock was timed, but parity refused: prompt p0")
+    assert read(out / "summary.json")["paired"] == [] and refusal in (out / "table.md").read_text()
+    assert main(["parity", str(out), "--tolerance", "2"]) == 0
+    assert read(out / "summary.json")["parity"]["ok"]
+    assert read(out / "parity" / "check-2" / "verdict.json")["before"]["refusal"] in refusal
 
 
 def test_an_engine_that_comes_back_wrong_is_left_out(
@@ -215,20 +219,6 @@ def test_a_rehearsal_that_did_not_happen_is_noted(tmp_path: Path) -> None:
     assert read(out / "manifest.json")["deaths"] == []
 
 
-def test_the_longest_prompt_warms_every_arm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    async def answer(client: object, question: Question) -> Answer:
-        asked.append((question.target.name, question.prompt_tokens))
-        return Answer(0.0, (1.0, 2.0))
-
-    monkeypatch.setattr("harness.long_context.stream", answer)
-    out = tmp_path / "run"
-    assert main(arguments(out, "--resident", "--budget", "0.002")) == 0
-    longest = max(request.prompt_tokens for request in load_trace(out / "trace.jsonl.gz").requests)
-    assert sorted(asked) == [("dcp2", longest), ("tp2", longest)]
-
-
 async def test_others_are_given_up_when_too_few_are_left() -> None:
     async def fails() -> None:
         raise UserError("no")
@@ -270,35 +260,6 @@ def test_wrong_words(more: list[str], error: str, tmp_path: Path, capsys: pytest
     assert main(arguments(tmp_path / "run", *more)) == 2
     assert f"error: {error}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_paired_text_needs_six_pairs_for_an_interval() -> None:
-    times = {"a": {"ttft_s": [1.0, 2.0, 3.0]}, "b": {"ttft_s": [0.9, 1.8, 2.9]}}
-    assert paired_text("a", "b", times) == "b - a -0.1000 s (n = 3, no interval)"
-    times = {"a": {"ttft_s": [1.0] * 6}, "b": {"ttft_s": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}}
-    assert paired_text("a", "b", times) == (
-        "b - a +0.3500 s (95 % +0.1000 to +0.6000 over prompts, of these launches alone)"
-    )
-
-
-def test_idle_engines_beside_get_no_verdict_from_three_prompts() -> None:
-    beside = {"ttft_s": [1.02, 1.0, 1.1], "tpot_ms": [5.0, 5.0, 5.0]}
-    without = {"ttft_s": [1.0, 0.9, 1.2], "tpot_ms": [4.0, 5.0, 6.0]}
-    assert idle_text("tp2", ["dcp2"], beside, without) == (
-        "Idle engines beside (dcp2) changed tp2's P50 TTFT of lone prompts by +2.00% and its time between tokens by"
-        " +0.00% (n = 3, no interval)."
-    )
-
-
-def test_time_between_tokens_while_all_contexts_decode() -> None:
-    """By hand: both decode from 10 to 12; the first one's slow steps before, and the second's fast ones after, are
-    not counted."""
-    first = Answer(0.0, (1.0, 4.0, 7.0, 10.0, 11.0, 12.0))
-    second = Answer(0.0, (10.0, 11.0, 12.0, 12.1, 12.2))
-    assert while_all_decode([first, second]) == {"tpot_ms": 1000.0, "gaps": 4}
-    assert second.ttft_s == 10.0 and first.gaps_s() == [3.0, 3.0, 3.0, 1.0, 1.0]
-    late = Answer(0.0, (13.0, 14.0))
-    assert while_all_decode([first, late]) == {"tpot_ms": None, "gaps": 0}
 
 
 def test_boundaries_are_bisected_on_a_grid_that_both_arms_share(
@@ -384,38 +345,3 @@ def test_each_command_calibrates_and_the_worst_is_the_runs(tmp_path: Path) -> No
         run.keep_calibration(point)
     kept = read(tmp_path / "run" / "manifest.json")
     assert kept["client_calibration"] == points[1] and kept["client_calibrations"] == points
-
-
-async def test_no_time_goes_into_encoding_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock starts behind it: an encoder that takes half a second does not lengthen TTFT."""
-
-    async def answers(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        assert asked["max_tokens"] in (4, 5) and asked["ignore_eos"] and len(asked["prompt"]) == 9
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for count in (1, 3, 4, 4):  # two tokens in one chunk; the last chunk only sums up
-            await response.write(b'data: {"usage": {"completion_tokens": %d}}\n\n' % count)
-        return response
-
-    def slow(body: object) -> bytes:
-        time.sleep(0.5)
-        return json.dumps(body).encode()
-
-    monkeypatch.setattr("harness.long_context.orjson.dumps", slow)
-    app = web.Application()
-    app.router.add_post("/v1/completions", answers)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        target = Target("tp2", f"http://127.0.0.1:{port}", "m")
-        async with session() as client:
-            answer = await stream(client, question(target, [7] * 9, 4))
-            assert len(answer.token_s) == 4 and answer.ttft_s < 0.4
-            assert answer.token_s[1] == answer.token_s[2]
-            with pytest.raises(UserError, match="arm tp2: 4 tokens instead of 5"):
-                await stream(client, question(target, [7] * 9, 5))
-    finally:
-        await runner.cleanup()
