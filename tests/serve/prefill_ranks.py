@@ -3,7 +3,8 @@
 
 Run as a script: `prefill_ranks.py WORLD_SIZE:TRANSPORT:KIND ...`. Prints each case in which, on every rank, the context
 rows that `kv_b_proj` reads and the keys that attention reads are vLLM's byte for byte, and outputs and LSEs with them.
-With `verify` as TRANSPORT also, that the comparison in the running engine finds a damaged row.
+Two layers share one batch's maps. With `verify` as TRANSPORT also, that the comparison in the running engine finds a
+damaged row.
 
     fp32, bf16      the cache in the model's dtype
     interleave4     bf16, each rank keeps the tokens in runs of four
@@ -266,7 +267,12 @@ def rank_main(rank: int, world_size: int, transport: str, name: str, store: str)
 
         wanted = run(lambda *arguments: stock(impl, *arguments))
         if kind.sparse:
-            made = sparse_builder(world_size).dcp_manager.prefill_kv
+            builder = sparse_builder(world_size)
+            made = builder.dcp_manager.prefill_kv
+            # vLLM's gather buffers are given back, but to the comparison, which needs them.
+            kept = builder.chunked_prefill_workspace.untyped_storage().nbytes()
+            row_bytes = (LATENT + ROPE) * kind.model_dtype.itemsize
+            assert kept == (transport == "verify") * (WORKSPACE + WORKSPACE // world_size) * row_bytes, kept
         else:
             group = get_dcp_group()
             made = choice.select(
@@ -297,9 +303,12 @@ def rank_main(rank: int, world_size: int, transport: str, name: str, store: str)
                 ), error
                 return
             raise AssertionError("a damaged row was not found")
+        uploads, upload = [], hook.upload
+        hook.upload = lambda *args, **kwargs: uploads.append(1) or upload(*args, **kwargs)
         for _ in range(2):  # two layers
             assert same(run(published), wanted)
             torch.distributed.barrier()
+        assert len(uploads) == (made.source is not None), "maps are built once a batch"
 
 
 def damage(source: Any) -> None:

@@ -312,7 +312,9 @@ def lifetimes(
 
 def late_rank_is_named(rank: int, world_size: int, implementation: str) -> None:
     world = World(rank, world_size, torch.bfloat16, CONTEXTS, workspace=16)
-    source = publisher(world, implementation, timeout_s=0.1 * world_size if implementation == "torch" else 0.02)
+    source = publisher(
+        world, implementation, timeout_s=0.1 * world_size if implementation == "torch" else 0.02
+    )
     if rank != 1:
         try:
             world.gather(source, 0, 0)
