@@ -6,6 +6,7 @@
     cells/<key>.parquet            one row a request, the columns of `RequestRecord`
     cells/<key>.json               facts of the cell: start, client lag, engine, summary of its metrics
     cells/<key>.metrics.parquet    the engine's metrics once a second, where it has any
+    cells/<key>.gpus.parquet       clocks, power and temperature of this host's GPUs likewise, where nvidia-smi is
     set_aside/<key>-<n>.*          cells that were measured again, with their files
 
 A key is `<arm>_q<rate>_r<repeat>`, the rate in requests a second as `format(rate, "g")`.
@@ -27,6 +28,7 @@ from harness.errors import UserError
 from harness.files import claim, read_json, read_parquet, write_json, write_parquet
 from harness.load import CellRun
 from harness.manifest import require_fields, require_readable, require_same
+from harness.nvidia import GpuSample, summarise_gpus
 from harness.scrape import COLUMNS, Sample
 from harness.stats import quantile
 from harness.trace import Trace, load_trace, save_trace
@@ -44,6 +46,8 @@ NEEDED_OF_A_CELL = (
     "trace_sha256",
 )
 
+_SERIES = ("metrics.parquet", "gpus.parquet")
+"""What not every cell has."""
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 _SCHEMA = pa.schema(
@@ -185,9 +189,10 @@ class RunStore:
         prefix_cache_reset: bool = False,
         identity: str | None = None,
         client_processes: int = 1,
+        gpus: Sequence[GpuSample] = (),
     ) -> None:
         """Keep a cell. The facts (`<key>.json`) are written last: a cell without them does not exist."""
-        for suffix in ("json", "metrics.parquet"):  # of an aborted cell that is measured again
+        for suffix in ("json", *_SERIES):  # of an aborted cell that is measured again
             (self._cells / f"{key}.{suffix}").unlink(missing_ok=True)
         rows = {field.name: [getattr(r, field.name) for r in run.records] for field in fields(RequestRecord)}
         write_parquet(self._cells / f"{key}.parquet", pa.table(rows, schema=_SCHEMA))
@@ -195,6 +200,9 @@ class RunStore:
             columns: dict[str, Any] = {"t_s": [s.unix_s - run.started_unix_s for s in samples]}
             columns |= {name: pa.array([getattr(s, name) for s in samples], pa.float64()) for name in COLUMNS}
             write_parquet(self._cells / f"{key}.metrics.parquet", pa.table(columns))
+        if gpus:
+            series = [{"t_s": s.unix_s - run.started_unix_s, **asdict(s)} for s in gpus]
+            write_parquet(self._cells / f"{key}.gpus.parquet", pa.Table.from_pylist(series).drop(["unix_s"]))
         facts = {
             **asdict(key),
             "trace_sha256": trace_sha256,
@@ -215,6 +223,7 @@ class RunStore:
             "prefix_cache_reset": prefix_cache_reset,
             "measured_again": self._times_set_aside(key),
             "metrics": summarise_samples(samples, run.started_unix_s, _ended_unix_s(run)),
+            "gpus": summarise_gpus(gpus),
         }
         write_json(self._cells / f"{key}.json", facts)
 
@@ -223,7 +232,7 @@ class RunStore:
         folder = self.path / "set_aside"
         folder.mkdir(exist_ok=True)
         number = 1 + self._times_set_aside(key)
-        for suffix in ("json", "parquet", "metrics.parquet"):
+        for suffix in ("json", "parquet", *_SERIES):
             source = self._cells / f"{key}.{suffix}"
             if source.exists():
                 source.rename(folder / f"{key}-{number}.{suffix}")

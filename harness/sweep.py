@@ -21,6 +21,7 @@ from harness.connection import auth, tls_context
 from harness.course import Outcome, Plan, cell_order, remaining
 from harness.errors import UserError
 from harness.load import CellSpec, Progress, Target, progress_at_end, refusal, run_cell
+from harness.nvidia import GpuSampler
 from harness.provenance import code_sha256
 from harness.scrape import Scraper, wait_until_idle
 from harness.sla import misses
@@ -147,7 +148,7 @@ async def measure(
             key.offered_qps, body_bytes, len(os.sched_getaffinity(0))
         )
         was_reset = await reset_prefix_cache(target)
-        async with Scraper(target) as scraper:
+        async with GpuSampler() as gpus, Scraper(target) as scraper:
             run = await run_cell_in(processes, target, trace, spec, progress=report, stop=stop)
         if key in again:
             store.set_aside(key)
@@ -162,6 +163,7 @@ async def measure(
             prefix_cache_reset=was_reset,
             identity=identity(facts[key.arm], trace.sha256),
             client_processes=processes,
+            gpus=gpus.samples,
         )
         if report:
             report(progress_at_end(run))
