@@ -3,22 +3,27 @@ import importlib
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import b12x_wheel
 import peer_oracle
 import pytest
 import torch
 from vllm.platforms.interface import DeviceCapability
 
-from kimi_k3_serve.attention import b12x, b12x_rules
+from kimi_k3_serve.attention import b12x, b12x_collectives, b12x_rules
 from kimi_k3_serve.attention.merge import merge_partials
+from kimi_k3_serve.slot_mapping import slot_mapping
 
 ROOT = Path(__file__).parents[2]
 
 
-def configuration(tp: int, dcp: int, *, pcp: int = 1, max_model_len: int = 1_048_576, **changes: Any) -> Any:
+def configuration(
+    tp: int, dcp: int, *, pcp: int = 1, interleave: int = 1, max_model_len: int = 1_048_576, **changes: Any
+) -> Any:
     dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | changes
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -29,7 +34,7 @@ def configuration(tp: int, dcp: int, *, pcp: int = 1, max_model_len: int = 1_048
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=dcp,
             prefill_context_parallel_size=pcp,
-            cp_kv_cache_interleave_size=1,
+            cp_kv_cache_interleave_size=interleave,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
     )
@@ -72,8 +77,24 @@ def test_selector_accepts(
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        configuration(16, 8, rope_parameters={"rope_type": "yarn"}, mla_use_nope=False),  # gathered rotated
+        configuration(16, 8, max_model_len=8 * 1_048_576),  # 1,048,576 local tokens
+        configuration(16, 8, max_model_len=8 * 1_048_576, interleave=64),
+        configuration(16, 8, max_model_len=8 * 1_048_576 - 511, interleave=64),  # a part of the last stripe
+        configuration(16, 1, max_model_len=1_048_576),
+    ],
+)
+def test_selector_accepts_rope_and_the_longest_shard(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+    assert reasons(monkeypatch, config) == []
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
+        (configuration(16, 8, max_model_len=8 * 1_048_576 + 1, interleave=64), "is 1048640 tokens"),
+        (configuration(16, 1, max_model_len=1_048_577), "is 1048577 tokens; the kernel holds 1048576"),
         (configuration(16, 2), "6 heads a rank at DCP2 gather to 12, not a multiple of 8"),
         (configuration(16, 8, pcp=2), "prefill context parallelism of 2 is not supported"),
         (
@@ -178,3 +199,176 @@ def test_the_merge_equals_b12xs_own_oracle(oracle: Any, world_size: int, base_e:
     for rank in range(world_size):
         expected = oracle(outputs, lses, rank, is_lse_base_on_e=base_e)
         torch.testing.assert_close(merged[:, 2 * rank : 2 * rank + 2], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def loadable(oracle: Any) -> Iterator[None]:
+    with b12x_wheel.loadable():
+        yield
+
+
+@pytest.fixture
+def wheel(loadable: None, monkeypatch: pytest.MonkeyPatch) -> b12x_wheel.Wheel:
+    monkeypatch.setattr(b12x, "_kernels", {})
+    return b12x_wheel.Wheel(monkeypatch)
+
+
+class Ranks:
+    """In the place of one rank's collectives: all queries are known, and its partials are kept."""
+
+    def __init__(self, queries: torch.Tensor, own: slice) -> None:
+        self.queries, self.own = queries, own
+        self.kept: Any = None
+
+    def gather(self, nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(torch.cat([nope, rope], -1), self.queries[:, self.own])
+        return self.queries
+
+    def merge(
+        self, partial: torch.Tensor, lse: torch.Tensor, *, base_e: bool, **metadata: Any
+    ) -> torch.Tensor:
+        assert base_e and metadata["query_start_loc"].tolist() == list(range(len(partial) + 1))
+        self.kept = (partial.float(), lse.clone())  # which may lie in the scratch of the next step
+        return partial[:, self.own]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("world_size", "interleave"), [(1, 1), (4, 1), (8, 4)])
+def test_decode_through_b12xs_own_plans_and_bindings(
+    wheel: b12x_wheel.Wheel,
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    interleave: int,
+    dtype: torch.dtype,
+) -> None:
+    """TP16: 6 heads a rank. Every rank decodes over its shard, some of them empty; merged they are the whole.
+
+    The plan is for the padded heads and the longest local length, made once; scratch is ours.
+    """
+    heads, page, scale, limit, lengths = 6, 16, 0.05, 600, (2, 129, 600)
+    config = configuration(16, world_size, max_model_len=limit, interleave=interleave)
+    monkeypatch.setattr(b12x, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(b12x, "get_dcp_group", lambda: None)
+
+    def init(impl: Any) -> None:
+        impl.num_heads, impl.kv_lora_rank, impl.scale, impl.dcp_world_size = heads, 512, scale, world_size
+
+    monkeypatch.setattr(b12x.MLACommonImpl, "__init__", init)
+    torch.manual_seed(world_size)
+    queries = torch.randn(3, world_size * heads, 576).to(dtype)
+    rows = [torch.randn(length, 576).to(dtype) for length in lengths]
+    local = b12x_rules.longest_local(limit, world_size, interleave)
+    width = -(-local // page)
+    table = torch.randperm(3 * width).view(3, width).int()
+    positions, starts = torch.cat([torch.arange(n) for n in lengths]), torch.tensor([0, *lengths]).cumsum(0)
+    one = torch.ones(1)
+    layer = SimpleNamespace(_k_scale=one, _q_scale=one)
+    kept = []
+    for rank in range(world_size):
+        ranks = Ranks(queries, slice(rank * heads, (rank + 1) * heads))
+        monkeypatch.setattr(b12x, "decode_collectives", lambda group, heads, ranks=ranks: ranks)
+        impl = b12x.B12xMLAImpl()
+        slots = slot_mapping(
+            starts.int(),
+            positions,
+            table,
+            block_size=page,
+            world_size=world_size,
+            rank=rank,
+            interleave=interleave,
+        )
+        cache = torch.zeros(3 * width, page, 576).to(dtype)
+        mine = slots >= 0
+        cache.view(-1, 576)[slots[mine]] = torch.cat(rows)[mine]
+        lens = torch.tensor([int(part.sum()) for part in mine.split(lengths)], dtype=torch.int32)
+        for batch in (1, 3):  # one plan for both
+            step = queries[:batch, ranks.own]
+            ranks.queries = queries[:batch]
+            metadata = SimpleNamespace(
+                decode=SimpleNamespace(block_table=table[:batch], seq_lens=lens[:batch]),
+                query_start_loc=torch.arange(5),
+                num_decodes=batch,
+            )
+            query = step if rank else step.split([512, 64], -1)  # in one tensor or in two
+            output, lse = impl.forward_mqa(query, cache, metadata, layer)
+            assert lse is None and output.shape == (batch, heads, 512)
+        kept.append(ranks.kept or (output.float(), torch.zeros(3, heads)))
+
+    (request,) = wheel.requests
+    (kernel,) = b12x._kernels.values()
+    plan = request.plan.query
+    assert plan.num_q_heads == b12x_rules.padded_heads(world_size * heads)
+    assert (plan.cache_tokens, plan.query_rows, plan.page_size) == (local, 64, page)
+    assert plan.use_cuda_graph and plan.mode == "decode"
+    assert {each.scratch.shared_scratch.data_ptr() for each in wheel.bindings} == {kernel.scratch.data_ptr()}
+    merged, _ = merge_partials(*(torch.stack(part) for part in zip(*kept, strict=True)))
+    for i, context in enumerate(rows):
+        scores = scale * queries[i].double() @ context.double().T
+        expected = torch.softmax(scores, -1) @ context[:, :512].double()
+        torch.testing.assert_close(merged[i].double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_small_batches_go_over_b12xs_channel(
+    wheel: b12x_wheel.Wheel, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Prepared once a shape, eagerly; captured inside the pool's scope; the rest over NCCL."""
+    heads, pools = 8, []
+
+    class Pools:
+        @staticmethod
+        def from_exchange_group(**arguments: Any) -> b12x_wheel.Pool:
+            assert (arguments["exchange_group"], arguments["max_batch_size"]) == ("cpu group", 2)
+            pools.append(b12x_wheel.Pool(wheel, rank, **arguments))
+            return pools[0]
+
+    monkeypatch.setattr(importlib.import_module("b12x.comm.pcie"), "DcpAllToAllPool", Pools)
+    gathered = torch.zeros(1)
+    group = SimpleNamespace(
+        world_size=2, cpu_group="cpu group", all_gather=lambda local, dim: gathered if dim == 1 else None
+    )
+    monkeypatch.setenv(b12x.USE_COLLECTIVES, "1")
+    monkeypatch.setenv(b12x.COLLECTIVE_MAX_TOKENS, "2")
+    ways = b12x.decode_collectives.__wrapped__(group, heads)
+    assert isinstance(ways, b12x_collectives.B12xCollectives)
+    pool = pools[0]
+    pool.queries = torch.randn(2, 2 * heads, 576).bfloat16()
+    partials, lses = peer_oracle.partials(2, 2, 2 * heads, 512, seed=rank)
+    pool.partials, pool.lses = partials.bfloat16(), lses
+    own = slice(rank * heads, (rank + 1) * heads)
+    lens = torch.tensor([5, 0], dtype=torch.int32)  # the second token's shard here is empty, whatever its LSE
+    counted = lses.clone()
+    counted[rank, 1] = -math.inf
+    expected = peer_oracle.merged(pool.partials, counted)[:, own]
+    for wheel.capturing in (False, True):
+        for tokens in (1, 2):
+            nope, rope = pool.queries[:tokens, own].split([512, 64], -1)
+            assert torch.equal(ways.gather(nope, rope), pool.queries[:tokens])
+            merged = ways.merge(
+                pool.partials[rank, :tokens],
+                lses[rank, :tokens],
+                seq_lens=lens[:tokens],
+                query_start_loc=torch.arange(tokens + 1),
+                base_e=True,
+            )
+            torch.testing.assert_close(merged.double(), expected[:tokens], rtol=1e-2, atol=1e-2)
+    assert (
+        len(wheel.requests) == 4 and pool.captures == 4
+    )  # two collectives of two shapes; each once captured
+    wheel.capturing = False
+    assert ways.gather(torch.zeros(3, heads, 512), torch.zeros(3, heads, 64)) is gathered
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "words"),
+    [
+        ("0", 2, "VLLM_USE_B12X_DCP_A2A is not 1"),
+        ("1", 3, "b12x exchanges between (2, 4, 8, 16) ranks, not 3"),
+    ],
+)
+def test_without_b12xs_channel_decode_says_why_it_goes_over_nccl(
+    monkeypatch: pytest.MonkeyPatch, asked: str, world_size: int, words: str
+) -> None:
+    monkeypatch.setenv(b12x.USE_COLLECTIVES, asked)
+    ways = b12x.decode_collectives.__wrapped__(SimpleNamespace(world_size=world_size), 6)
+    assert type(ways) is b12x.DecodeCollectives and ways.way == f"decode over NCCL ({words})"

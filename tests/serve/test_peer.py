@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import peer_oracle
 import pytest
@@ -97,6 +98,57 @@ def test_a_registered_backend_survives_a_spawned_process() -> None:
     script = "import pickle, sys; print(*(m.name for m in pickle.loads(sys.stdin.buffer.read())))"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(members), capture_output=True)
     assert done.stdout.decode().split() == [member.name for member in members], done.stderr
+
+
+HOPPER, BLACKWELL = [(9, 0)], [(9, 0), (10, 0), (10, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [("PEER_FLASH_ATTN_MLA", HOPPER), ("PEER_FLASHMLA", HOPPER), ("PEER_TRITON_MLA", BLACKWELL)],
+)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)])
+def test_vllms_selector_takes_peer_backends_on_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, name: str, taken: list[tuple[int, int]], capability: tuple[int, int]
+) -> None:
+    """As on a GPU of this capability with every kernel compiled, which the wheel for CPUs lacks."""
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends import fa_utils
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kimi_k3_serve.attention import backends
+
+    for kernel in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        monkeypatch.setattr(fa_utils, kernel, None, raising=False)
+    from vllm.v1.attention.backends.mla import flashattn_mla
+    from vllm.v1.attention.ops import flashmla
+
+    monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
+    monkeypatch.setattr(flashmla, "_is_flashmla_available", lambda: (True, None))
+    family = SimpleNamespace(is_device_capability_family=lambda family: family == 10 * capability[0])
+    monkeypatch.setattr(flashmla, "current_platform", family)
+    backends.install()
+    backend = AttentionBackendEnum[name].get_class()
+
+    def reasons(use_pcp: bool) -> list[str]:
+        return backend.validate_configuration(  # type: ignore[no-any-return]
+            head_size=576,
+            dtype=torch.bfloat16,
+            kv_cache_dtype="auto",
+            block_size=None,
+            use_mla=True,
+            has_sink=False,
+            use_sparse=False,
+            use_mm_prefix=False,
+            use_per_head_quant_scales=False,
+            device_capability=DeviceCapability(*capability),
+            attn_type="decoder",
+            use_pcp=use_pcp,
+            use_dcp=True,
+        )
+
+    assert (reasons(use_pcp=False) == []) == (capability in taken)
+    assert any("context parallel" in reason.lower() or "pcp" in reason.lower() for reason in reasons(True))
 
 
 @pytest.mark.parametrize(("arch", "world_size", "rows"), [(90, 2, 1), (90, 8, 8), (100, 4, 8)])
