@@ -64,7 +64,7 @@ class PairedEstimate:
     """Other arm minus first arm; negative: the other one is faster.
 
     `median_s` is None where it falls on a failure. `interval` is None with the `reason` in words.
-    `knows_launches` is False where an arm was launched once: then the interval is of these two launches only.
+    `knows_launches` is False where an arm was launched once: then the interval is of these launches only.
     `launch_pairs` are told where cohorts are too few for an interval.
     """
 

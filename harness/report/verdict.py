@@ -74,7 +74,7 @@ def _sureness(found: Mapping[str, Any]) -> str:
             more = "; further ones in the table" if len(alone) > PAIRS_TOLD else ""
             text += f" Of one launch of each alone, over requests: {told}{more}."
         return f"{text} Not resolved."
-    scope = "" if found["knows_launches"] else " for these two launches alone"
+    scope = "" if found["knows_launches"] else " for these launches alone"
     text = (
         f" (95 % interval{scope} {_signed(interval['low'])} to {_signed(interval['high'])},"
         f" {found['cohorts']} cohorts, {count})."
@@ -122,7 +122,7 @@ def _elsewhere(summary: Summary, told: Mapping[str, Any]) -> str:
 
 def _why_open(pair: Mapping[str, Any]) -> str:
     if not pair["knows_launches"]:
-        return "with one launch an arm nobody knows how much launches differ"
+        return "with one launch of an arm nobody knows how much launches differ"
     low, high = pair["interval_s"]["low"], pair["interval_s"]["high"]
     if low <= 0 <= high:
         return "the interval holds zero"

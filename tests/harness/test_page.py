@@ -98,7 +98,7 @@ def test_a_difference_that_launches_explain_is_not_resolved(tmp_path: Path) -> N
 
 def test_one_launch_an_arm_never_resolves(tmp_path: Path) -> None:
     state, text = said(written(tmp_path, pair(0.05, 0.0), launches=False))["Speed"]
-    assert state == "open" and "for these two launches alone" in text and "one launch an arm" in text
+    assert state == "open" and "for these launches alone" in text and "one launch of an arm" in text
 
 
 def test_too_few_cohorts_give_no_interval(tmp_path: Path) -> None:
