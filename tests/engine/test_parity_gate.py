@@ -7,6 +7,7 @@ The engine runs without a C++ compiler on PATH, as on a bare machine.
 import asyncio
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from harness.engines.process import Engine, free_port, start
+from harness.errors import UserError
 from harness.load import Target
 from harness.parity import ArmAnswers, ParityResult, Prompt, compare, make_prompts
-from harness.parity_collect import collect
+from harness.parity_collect import collect, continue_freely
 from kimi_k3_serve.checkpoint import VOCAB, write_checkpoint
 from kimi_k3_serve.reference import greedy
 
@@ -60,7 +62,7 @@ def path_without_compilers(folder: Path) -> str:
     return str(folder)
 
 
-def launch(model: Path, folder: Path, topology: str, *extra: str) -> Engine:
+def launch(model: Path, folder: Path, topology: str, *extra: str, **variables: str) -> Engine:
     port = free_port()
     argv = [sys.executable, "-m", "kimi_k3_serve", "serve", "--topology", topology, "--model", str(model)]
     argv += [
@@ -77,6 +79,7 @@ def launch(model: Path, folder: Path, topology: str, *extra: str) -> Engine:
         "PATH": path_without_compilers(bare),
         "PYTHONPATH": str(HERE),
         "KIMI_K3_TEST_FAULT_FILE": str(folder / "fault"),
+        **variables,
     }
     (folder / "fault").write_text("none")
     return asyncio.run(
@@ -129,6 +132,22 @@ def test_each_fault_is_caught(faulty, model, prompts, reference, fault: str) -> 
         (folder / "fault").write_text("none")
     assert not verdict.ok
     assert "vs reference" in (verdict.refusal() or "")
+
+
+def test_the_check_of_published_rows_ends_the_engine(model, prompts, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """KIMI_K3_VERIFY_PREFILL_KV=1: right rows pass; then rank 0 publishes another block in place of one."""
+    faulty = ("--worker-cls", "faulty.FaultyCPUWorker")
+    with launch(model, tmp_path, "dcp2", *faulty, KIMI_K3_VERIFY_PREFILL_KV="1") as engine:
+        target, longest = Target(engine.name, engine.url, str(model)), prompts[-1:]
+        assert asyncio.run(continue_freely(target, longest, 1))
+        proof = json.loads((tmp_path / "proof" / "rank-1.json").read_text())
+        assert "prefill_kv_verified" in proof["used"]
+        (tmp_path / "fault").write_text("context_block")
+        with pytest.raises(UserError):
+            asyncio.run(continue_freely(target, longest, 1))
+        assert asyncio.run(engine.dying(within_s=60.0))
+    line = r"PublishedRowsDiffer: rank \d: kv_c of context chunk 0 differs from vLLM's in row \d+ of 512; report it"
+    assert re.search(line, (tmp_path / "engine.log").read_text())
 
 
 def test_vllms_own_strided_ops_are_caught(model, prompts, reference, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
