@@ -5,8 +5,8 @@ b12x works in four steps: declare (`plan`), prepare (`PreparationRequest` -> com
 and caller-owned scratch), run. A plan is made for capacities: all decode slots, the longest *local* context, the
 page table's width. It is prepared at the first eager step, which vLLM runs before it captures any graph.
 
-NOT RUN: no SM120 machine has run this file. The rules (`b12x_rules.py`), the padding and the merge are tested on the
-CPU; the calls follow b12x 1.5.1's text.
+NOT RUN: no SM120 machine has run this file. The rules (`b12x_rules.py`), the padding, the merge and, against b12x's own
+plans and bindings, the calls are tested on the CPU.
 """
 
 import functools

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill vLLM's DeepSeek-V3 model at one tensor-parallel size; every rank saves its parameters.
+"""Fill vLLM's DeepSeek-V3 model at each tensor-parallel size; every rank saves its parameters.
 
-`seeded_shards.py WORLD_SIZE MODEL_FOLDER OUT_FOLDER`.
+`seeded_shards.py MODEL_FOLDER OUT_FOLDER WORLD_SIZE ...`.
 """
 
 import os
@@ -39,7 +39,8 @@ if __name__ == "__main__":
     loader.install()
     loader.install()
     os.environ["VLLM_DIST_IDENT"] = f"seeded-{os.getpid()}"  # names the ranks' shared-memory segment
-    world_size, model, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    mp.start_processes(rank_main, (world_size, model, out), world_size, start_method="fork")
+    model, out, *world_sizes = sys.argv[1:]
+    for world_size in map(int, world_sizes):
+        mp.start_processes(rank_main, (world_size, model, out), world_size, start_method="fork")
     for segment in Path("/dev/shm").glob(f"seeded-{os.getpid()}-*"):  # which vLLM leaves behind
         segment.unlink()

@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kimi_k3_serve import loader
+from kimi_k3_serve import checkpoint, loader
 from kimi_k3_serve.checkpoint import CONFIG, shapes
 from kimi_k3_serve.weights import CHUNK, GAINS, kda, routed_experts, tensors, uniform, values
 
-MOE = {**CONFIG, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4}
+MOE = {
+    **checkpoint.config(heads=8),
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+}
 
 
 def splitmix64(index: int, seed: int) -> float:
@@ -167,28 +172,34 @@ def test_a_parameter_without_a_value_is_an_error() -> None:
         loader.fill(Model(), SimpleNamespace(**CONFIG))
 
 
-def test_shards_of_tp2_are_cut_from_the_tensors_of_tp1(tmp_path: Path) -> None:
-    """vLLM's own model and weight loaders, dense and routed layers: both ranks together hold every row once."""
-    (tmp_path / "config.json").write_text(json.dumps(MOE))
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parameters of every rank of TP1, TP2 and TP8, through vLLM's own model and weight loaders."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "config.json").write_text(json.dumps(MOE))
     script = Path(__file__).with_name("seeded_shards.py")
-    for world_size in (1, 2):
-        command = [sys.executable, str(script), str(world_size), str(tmp_path), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-    whole, *shards = (torch.load(tmp_path / f"tp{n}-{r}.pt") for n, r in [(1, 0), (2, 0), (2, 1)])
-    assert whole.keys() == shards[0].keys()
+    command = [sys.executable, str(script), str(folder), str(folder), "1", "2", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_shards_are_cut_from_the_tensors_of_tp1(shards: Path, world_size: int) -> None:
+    """Dense and routed layers: all ranks together hold every row once, or each the whole."""
+    whole, *ranks = (torch.load(shards / f"tp{n}-{r}.pt") for n in (1, world_size) for r in range(n))
     sharded = 0
     for name, full in whole.items():
-        parts = [shard[name].detach() for shard in shards]
+        parts = [rank[name].detach() for rank in ranks]
         cut = [d for d in range(full.dim()) if parts[0].shape[d] != full.shape[d]]
         if not cut:
-            assert torch.equal(parts[0], full) and torch.equal(parts[1], full), name
+            assert all(torch.equal(part, full) for part in parts), name
             continue
         sharded += 1
         assert torch.equal(by_first_value(torch.cat(parts, cut[0]), cut[0]), by_first_value(full, cut[0])), (
             name
         )
-    assert sharded >= 14
+    assert all(whole.keys() == rank.keys() for rank in ranks) and sharded >= 14
 
 
 def by_first_value(tensor: torch.Tensor, dim: int) -> torch.Tensor:
