@@ -7,9 +7,9 @@ follow from their names. Two ways:
     process    the vLLM of this environment, all arms' engines at once (resident.py): a slice on two or eight GPUs
     docker     an image by digest, one arm after the other, with the whole checkpoint or a slice
 
-A resident run compares its arms with each other and with themselves (a slice's float32 reference needs a GPU of its
-own and is asked afterwards: `kimi_k3_serve.slice_reference`), a run from an image says that parity was not checked.
-Grade: research for docker, of which planning, --dry-run and the refusals are tested.
+Both compare their arms with each other and with themselves; a slice's float32 reference needs a GPU of its own and is
+asked afterwards (`kimi_k3_serve.slice_reference`). Grade: research for docker, of which planning, --dry-run and, with a
+stand-in, the course of a run are tested.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from harness.nvidia import visible_gpus
 from harness.options import parse_counts, parse_rates, parse_words
 from harness.pair import SOURCE_TOKENS, Options
 from harness.resident import ResidentRun
-from harness.resident_bench import arms_of, resident_options
+from harness.resident_bench import BF16, PARITY_TOKENS, arms_of, resident_options, tolerance_of
 from harness.resident_options import ResidentOptions
 from harness.serving import longest_context, on_gpus
 from harness.session import carry_out
@@ -179,7 +179,15 @@ def docker_plan(arguments: argparse.Namespace, profile: str, arms: tuple[Arm, ..
         kv_bytes=arguments.kv_cache_memory_bytes or load.kv_bytes,
         out=arguments.out or Path("results") / f"{profile}-pair",
         seed=arguments.seed,
+        parity_lengths=parity_lengths_of(arguments),
+        parity_tokens=arguments.parity_tokens or PARITY_TOKENS,
+        tolerance=tolerance_of(arguments, BF16),
+        despite_refusal=arguments.despite_refusal,
     )
+
+
+def parity_lengths_of(arguments: argparse.Namespace) -> tuple[int, ...]:
+    return parse_counts(arguments.parity_lengths) if arguments.parity_lengths else PARITY_LENGTHS
 
 
 def resident_plan(
@@ -203,7 +211,7 @@ def resident_plan(
         cohort_size=arguments.cohort_size or load.cohort_size,
         output_tokens=arguments.output_tokens or load.output_tokens,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes or load.kv_bytes,
-        parity_lengths=parse_counts(arguments.parity_lengths) if arguments.parity_lengths else PARITY_LENGTHS,
+        parity_lengths=parity_lengths_of(arguments),
         seed=arguments.seed,
         program=parse_words(arguments.engine_command, "--engine-command"),
         cache=arguments.cache,

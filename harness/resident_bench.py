@@ -24,6 +24,10 @@ BF16 = Tolerance(logprob=0.3)
 """Of slices in BF16: what rounding in another order moves with the seeded weights, with room (docs/decode.md)."""
 
 
+PARITY_TOKENS = 32
+"""Of each answer on GPUs."""
+
+
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     group = bench.add_argument_group("all arms' engines at once")
     group.add_argument(
@@ -67,10 +71,6 @@ def resident_options(arguments: argparse.Namespace, serving: Serving, vocab_size
         raise UserError("--lone-prompts and --contexts count prompts; give 0 or more")
     if (arguments.context_tokens or 1) < 1:
         raise UserError(f"--context-tokens is {arguments.context_tokens}; give at least 1")
-    tolerance = arguments.parity_tolerance
-    if tolerance is not None and not 0 < tolerance < math.inf:
-        raise UserError(f"--parity-tolerance is {tolerance:g}; give a positive number of nats")
-    default = BF16 if serving.gpu else EXACT
     return ResidentOptions(
         serving=serving,
         vocab_size=vocab_size,
@@ -79,14 +79,22 @@ def resident_options(arguments: argparse.Namespace, serving: Serving, vocab_size
         lone_prompts=arguments.lone_prompts,
         contexts=arguments.contexts,
         context_tokens=arguments.context_tokens or round(120_000 * arguments.scale),
-        parity_tokens=(arguments.parity_tokens or 32) if serving.gpu else OUTPUT_TOKENS,
+        parity_tokens=(arguments.parity_tokens or PARITY_TOKENS) if serving.gpu else OUTPUT_TOKENS,
         prefill_tokens=round(120_000 * arguments.scale) if serving.gpu else 700,
-        tolerance=default if tolerance is None else Tolerance(logprob=tolerance),
+        tolerance=tolerance_of(arguments, BF16 if serving.gpu else EXACT),
         deadline_s=time.monotonic() + 60 * arguments.budget if arguments.budget else None,
         kill=arguments.kill,
         warm_up_together=arguments.warm_up_together,
         despite_refusal=arguments.despite_refusal,
     )
+
+
+def tolerance_of(arguments: argparse.Namespace, default: Tolerance) -> Tolerance:
+    """Of parity, as asked for or the default. Raises UserError for one that is not usable."""
+    asked = arguments.parity_tolerance
+    if asked is not None and not 0 < asked < math.inf:
+        raise UserError(f"--parity-tolerance is {asked:g}; give a positive number of nats")
+    return default if asked is None else Tolerance(logprob=asked)
 
 
 def run_on_cpu(arguments: argparse.Namespace, options: Options) -> None:
