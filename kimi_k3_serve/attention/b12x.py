@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from kimi_k3_serve.attention import b12x_rules as rules
 from kimi_k3_serve.attention.b12x_collectives import B12xCollectives
-from kimi_k3_serve.attention.peer import DecodeCollectives
+from kimi_k3_serve.attention.peer import DecodeCollectives, asked_tokens
 from kimi_k3_serve.proof import mark_used
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
@@ -296,4 +296,4 @@ def decode_collectives(group: Any, heads: int) -> Any:
     if reason is not None:
         logger.info_once("B12X_MLA gathers and merges over NCCL: %s.", reason)
         return DecodeCollectives(group, None, f"decode over NCCL ({reason})")
-    return B12xCollectives(group, heads, max_tokens=int(os.environ.get(COLLECTIVE_MAX_TOKENS, "1")))
+    return B12xCollectives(group, heads, max_tokens=asked_tokens(COLLECTIVE_MAX_TOKENS) or 1)

@@ -163,11 +163,20 @@ def max_tokens(config: Any) -> int:
     Raises:
         UserError: the environment asks for something else than a positive whole number.
     """
-    asked = os.environ.get(MAX_TOKENS)
+    return asked_tokens(MAX_TOKENS) or min(512, int(get_dcp_workspace_max_num_tokens(config)))
+
+
+def asked_tokens(name: str) -> int | None:
+    """The positive whole number that the environment variable `name` states; None where it is unset.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    asked = os.environ.get(name)
     if asked is None:
-        return min(512, int(get_dcp_workspace_max_num_tokens(config)))
+        return None
     if not asked.isdecimal() or int(asked) == 0:
-        raise UserError(f"{MAX_TOKENS}={asked!r} is not a number of tokens; give a positive whole one")
+        raise UserError(f"{name}={asked!r} is not a number of tokens; give a positive whole one")
     return int(asked)
 
 

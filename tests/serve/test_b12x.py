@@ -16,6 +16,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from kimi_k3_serve.attention import b12x, b12x_collectives, b12x_rules
 from kimi_k3_serve.attention.merge import merge_partials
+from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.slot_mapping import slot_mapping
 
 ROOT = Path(__file__).parents[2]
@@ -227,6 +228,7 @@ class Ranks:
     def merge(
         self, partial: torch.Tensor, lse: torch.Tensor, *, base_e: bool, **metadata: Any
     ) -> torch.Tensor:
+        assert partial.isfinite().all()  # an empty shard's too
         assert base_e and metadata["query_start_loc"].tolist() == list(range(len(partial) + 1))
         self.kept = (partial.float(), lse.clone())  # which may lie in the scratch of the next step
         return partial[:, self.own]
@@ -357,6 +359,14 @@ def test_small_batches_go_over_b12xs_channel(
     )  # two collectives of two shapes; each once captured
     wheel.capturing = False
     assert ways.gather(torch.zeros(3, heads, 512), torch.zeros(3, heads, 64)) is gathered
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "many"])
+def test_a_largest_batch_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv(b12x.USE_COLLECTIVES, "1")
+    monkeypatch.setenv(b12x.COLLECTIVE_MAX_TOKENS, asked)
+    with pytest.raises(UserError, match=f"{b12x.COLLECTIVE_MAX_TOKENS}={asked!r} is not a number of tokens"):
+        b12x.decode_collectives.__wrapped__(SimpleNamespace(world_size=2), 6)
 
 
 @pytest.mark.parametrize(
