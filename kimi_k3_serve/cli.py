@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -169,6 +170,10 @@ def explain(args: argparse.Namespace) -> None:
     model = Path(args.model) if models.is_path(args.model) else args.model
     launched = planned(args, model)
     profile = load(args.profile)
+    own = launch.layers_of(model)
+    if profile.layers and own and own <= profile.layers:  # a slice already, which the profile does not cut
+        described = profile.description.replace(f"{profile.layers} layers", f"{own} layers")
+        profile = replace(profile, layers=own, description=described)
     print(f"# {profile.name}: {profile.description}; grade: {profile.grade}")
     if profile.machine:
         needed, room = fit.weights_gb(profile, Topology.parse(args.topology)), fit.room_gb(profile)

@@ -93,11 +93,17 @@ def plan(
 
 def is_slice(model: Path | str, layers: int) -> bool:
     """Whether the model in a folder has no more than so many layers by itself."""
+    own = layers_of(model)
+    return own is not None and own <= layers
+
+
+def layers_of(model: Path | str) -> int | None:
+    """As its folder says; None for a name on the hub."""
     if not isinstance(model, Path):
-        return False
+        return None
     config = json.loads((model / "config.json").read_text())
     own: int | None = config.get("text_config", config).get("num_hidden_layers")
-    return own is not None and own <= layers
+    return own
 
 
 def cores(shape: Topology) -> list[int]:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -91,17 +92,57 @@ def test_resident_plan_names_every_engine_and_cell(host: tuple[int, Path], tmp_p
     assert not out.exists()
 
 
-def test_launcher_takes_what_the_plan_gives_it(tmp_path: Path) -> None:
-    done = bench("--gpu", "--profile", "slice-h200-2", "--dry-run", "--eager", "--cache", str(tmp_path))
-    (start,) = (line for line in done.stdout.splitlines() if line.startswith("  dcp2-shard: "))
-    words = start.split()
-    assert words[1:3] == ["KIMI_K3_PREFILL_KV=peer", "VLLM_KIMI_SHARD_QKV_A=1"]
-    explained = subprocess.run(
-        [*words[3:6], "explain", *words[7:]], capture_output=True, text=True, check=True
+def explained(program: list[str], words: list[str]) -> str:
+    """What the launcher makes of a command line that begins with `serve`."""
+    assert words[0] == "serve"
+    return subprocess.run(
+        [*program, "explain", *words[1:]], capture_output=True, text=True, check=True
     ).stdout
-    assert "--hf-overrides" not in explained  # the slice's own configuration has its layers already
-    assert explained.index("--load-format dummy") < explained.index("--load-format kimi_k3_seeded")
-    assert explained.rstrip().endswith("--enforce-eager --attention-backend PEER_FLASH_ATTN_MLA")
+
+
+PEER = ("--attention-backend", "PEER_FLASH_ATTN_MLA")
+STOCK = ("--attention-backend", "FLASH_ATTN_MLA", "--dcp-comm-backend", "a2a")
+
+
+@pytest.mark.parametrize(
+    ("profile", "arm", "environment", "backend"),
+    [
+        ("slice-h200-2", "dcp2-shard", ["KIMI_K3_PREFILL_KV=peer", "VLLM_KIMI_SHARD_QKV_A=1"], PEER),
+        ("slice-h200-8", "tp8", [], STOCK[:2]),
+        ("slice-h200-8", "dcp8", ["KIMI_K3_PREFILL_KV=peer"], PEER),
+        ("slice-h200-8", "dcp8-stock", ["KIMI_K3_PREFILL_KV=stock"], STOCK),
+    ],
+)
+def test_launcher_takes_what_the_plan_gives_it(
+    profile: str, arm: str, environment: list[str], backend: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = bench("--gpu", "--profile", profile, "--dry-run", "--eager", "--cache", str(tmp_path))
+    (start,) = (line for line in done.stdout.splitlines() if line.startswith(f"  {arm}: "))
+    _, *words = start.split()
+    count = len(environment)
+    assert words[:count] == environment
+    made = explained(words[count : count + 3], words[count + 3 :])
+    assert "--hf-overrides" not in made  # the slice's own configuration has its layers already
+    assert made.index("--load-format dummy") < made.index("--load-format kimi_k3_seeded")
+    assert made.rstrip().endswith(f"--enforce-eager {' '.join(backend)}")
+    ranks = int(profile[-1])
+    assert f"--tensor-parallel-size {ranks}" in made
+    assert ("--decode-context-parallel-size" in made) == arm.startswith("dcp")
+    assert made.startswith(f"# {profile}: 8 layers on {ranks}x H200")
+    assert f"# weights {1560.860324864 * 8 / 93 / ranks:.1f} GB of 125.4 GB a GPU" in made
+
+
+@pytest.mark.parametrize("arm", ["tp8", "dcp8"])
+def test_launcher_takes_the_words_of_a_container(arm: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    chosen = ["--profile", "b300-8", "--image", "x@sha256:1", "--model", str(tmp_path)]
+    done = bench("--gpu", "--dry-run", *chosen, "--out", str(tmp_path / "run"))
+    (line,) = (line for line in done.stdout.splitlines() if f"--topology {arm} " in line)
+    words = shlex.split(line.partition("x@sha256:1 ")[2])
+    words[words.index("/model")] = str(tmp_path)
+    made = explained([sys.executable, "-m", "kimi_k3_serve"], words)
+    assert "--kv-cache-dtype fp8" in made and made.rstrip().endswith("ProvenGPUWorker")
+    assert ("TOKENSPEED_MLA" in made) == ("trtllm_ragged" in made) == (arm == "dcp8")
 
 
 @pytest.mark.parametrize("count", [2, 8])
