@@ -82,6 +82,4 @@ if __name__ == "__main__":
             mp.start_processes(rank_main, arguments, world_size, start_method="fork")
             for segment in Path("/dev/shm").glob(f"*{Path(folder).name}*"):  # vLLM leaves them behind
                 segment.unlink()
-            for segment in Path("/dev/shm").glob(f"{Path(folder).name}-*"):  # which vLLM leaves behind
-                segment.unlink()
         print(case, flush=True)
