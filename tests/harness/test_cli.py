@@ -388,4 +388,5 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
     manifest = RunStore.open(out).manifest
     assert manifest["rates"] == [20.0, 40.0]  # of both sessions
     commands = [session["command"] for session in manifest["sessions"]]
-    assert len(commands) == 2 and "--resume" not in commands[0] and commands[1].endswith("--resume")
+    assert "--resume" not in commands[0] and commands[1].endswith("--bisect 10 --resume")
+    assert len(commands) == 3 and "--model other" in commands[2]  # it began, and its first cell was refused
