@@ -2,8 +2,8 @@
 """`python -m harness compare RUN RUN`: two runs of the same trace side by side.
 
 Both runs' cells are judged by the limits of the first run, as if they were arms of one run: TTFT is recorded,
-limits are not. Whether a cell counts is judged by what its own run declared. Every two arms are
-compared, in the verdict each with the first run's first one; `--arm` leaves one arm of each run. Nothing is written into either run.
+limits are not. Whether a cell counts is judged by what its own run declared. Every two arms are compared, in the
+verdict each with the first run's first one; `--arm` leaves one arm of each run. Nothing is written into either run.
 """
 
 import argparse

@@ -98,8 +98,8 @@ class GpuSampler:
 
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        with self._process as process:
-            for line in process.stdout or ():
+        with self._process:
+            for line in self._process.stdout:
                 values = [value.strip() for value in line.split(",")]
                 if len(values) == len(SAMPLED) and values[0].isdecimal():
                     unix_s = self._epoch_s + time.monotonic()

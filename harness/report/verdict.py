@@ -151,7 +151,8 @@ def _answers(summary: Summary) -> Iterator[Finding]:
         return
     pairs = [pair for pair in summary["paired"] if pair["offered_qps"] == rate and pair["arms"][0] == first]
     text += " (not paired)."
-    for answer, other in ((pair["answer"], pair["arms"][1]) for pair in pairs):
+    for pair in pairs:
+        answer, other = pair["answer"], pair["arms"][1]
         if answer["delta_p50_s"] is not None:
             briefly = f" of {answer['n']} paired requests: no interval, not resolved."
             text += f" The whole answer of {other} ends {_later(answer['delta_p50_s'])} than that of {first} at the"
