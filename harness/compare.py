@@ -43,6 +43,7 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
     labels = _labels(first.path, second.path)
     arms: list[dict[str, Any]] = []
     cells: list[Cell] = []
+    verdicts: list[Mapping[str, Any] | None] = []
     for store, manifest, label in zip((first, second), manifests, labels, strict=True):
         names = [a["name"] for a in manifest["arms"]]
         if arm is not None and arm not in names:
@@ -51,10 +52,9 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
         declared = {name: manifest.get(name, False) for name in DECLARED}
         arms += [{**a, "name": f"{label}:{a['name']}", "declared": declared} for a in wanted]
         kept = {a["name"] for a in wanted}
-        cells += [_relabelled(cell, label) for cell in store.cells() if cell.key.arm in kept]
-    verdicts = [
-        parity_of(manifest, store.cells()) for store, manifest in zip((first, second), manifests, strict=True)
-    ]
+        measured = list(store.cells())
+        cells += [_relabelled(cell, label) for cell in measured if cell.key.arm in kept]
+        verdicts.append(parity_of(manifest, measured))
     # What one run refused is no result beside another run either.
     parity = next((verdict for verdict in verdicts if verdict and not verdict["ok"]), None)
     points = [m["client_calibration"] for m in manifests if m.get("client_calibration")]
