@@ -58,13 +58,19 @@ def keep_prompts(
     output_tokens: int,
     continuations: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Writes prompts.json, what a reference is asked; `continuations` by prompt id, where they are not its own."""
+    """Writes prompts.json, what a reference is asked; `continuations` by prompt id, where they are not its own.
+
+    A kept reference.json that answers other prompts is removed.
+    """
     asked = [
         {"id": prompt.id, "prompt": prompt.tokens, "output_tokens": output_tokens}
         | ({} if continuations is None else {"continuation": continuations[prompt.id]})
         for prompt in prompts
     ]
-    (folder / "prompts.json").write_text(json.dumps(asked))
+    path, text = folder / "prompts.json", json.dumps(asked)
+    if not path.exists() or path.read_text() != text:
+        (folder / "reference.json").unlink(missing_ok=True)
+    path.write_text(text)
 
 
 def sha256_of(folder: Path) -> str:

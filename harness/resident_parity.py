@@ -53,9 +53,7 @@ class ResidentParity:
         if resident.serving.gpu:
             first = fleet.targets[options.arms[0].name]
             continuations = await continue_freely(first, prompts, resident.parity_tokens)
-            # For a reference that is asked later; one of an earlier session's continuations no longer fits.
             keep_prompts(run.folder("parity"), prompts, resident.parity_tokens, continuations)
-            (run.folder("parity") / "reference.json").unlink(missing_ok=True)
         else:
             reference = await ask_reference(
                 options.program,

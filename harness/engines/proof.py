@@ -35,7 +35,7 @@ class Proof:
     vllm: str
     pid: int
     used: frozenset[str]
-    """Code paths that have run in this rank by now."""
+    """Code paths that have run in this rank by now, other than while it started."""
     raw: dict[str, Any]
     """The whole file, for the manifest: it may hold more than is read here."""
 
@@ -93,6 +93,7 @@ def objections(
 
 def parse_proof(raw: dict[str, Any], name: str) -> Proof:
     """`name` says in an error whose proof it is."""
+    calls = raw.get("calls")  # recorded runs may be older: their proofs do not say when a path ran
     try:
         return Proof(
             rank=int(raw["rank"]),
@@ -106,7 +107,7 @@ def parse_proof(raw: dict[str, Any], name: str) -> Proof:
             kv_bytes=raw["kv_bytes"],
             vllm=raw["vllm"],
             pid=int(raw["pid"]),
-            used=frozenset(raw["used"]),
+            used=frozenset(path for path in raw["used"] if calls is None or calls[path].keys() - {"startup"}),
             raw=raw,
         )
     except KeyError as missing:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -29,6 +30,7 @@ from harness.parity import (
     parse_reference,
 )
 from harness.parity_collect import collect
+from harness.prepare import keep_prompts
 
 TOLERANCE = Tolerance(logprob=0.05, overlap=0.5)
 PROMPTS = (Prompt("p0", tuple(range(40))), Prompt("p1", tuple(range(600))))
@@ -339,3 +341,14 @@ async def test_answer_without_logprobs_is_refused() -> None:
         UserError, match=r"parity prompt p0: no top-20 logprobs \(5 candidates at a position\)"
     ):
         await collected(Terse(set()))
+
+
+def test_a_reference_to_other_prompts_is_not_kept(tmp_path: Path) -> None:
+    continuations = {prompt.id: (3, 4) for prompt in PROMPTS}
+    keep_prompts(tmp_path, PROMPTS, 2, continuations)
+    assert json.loads((tmp_path / "prompts.json").read_bytes())[0]["continuation"] == [3, 4]
+    (tmp_path / "reference.json").write_text("[]")
+    keep_prompts(tmp_path, PROMPTS, 2, continuations)
+    assert (tmp_path / "reference.json").exists()
+    keep_prompts(tmp_path, PROMPTS, 2, continuations | {PROMPTS[0].id: (3, 5)})
+    assert not (tmp_path / "reference.json").exists()

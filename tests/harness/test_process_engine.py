@@ -352,6 +352,7 @@ def test_proofs_are_complete_with_every_rank() -> None:
             "cpu_dcp_mla is not active on rank 1: no DCP here",
         ),
         ({"used": []}, "decode_merge has not run on rank 1"),
+        ({"calls": {"decode_merge": {"startup": 2}}}, "decode_merge has not run on rank 1"),
         ({"attention_backend": ["CPU_MLA"]}, 'ranks differ in attention_backend: ["CPU_MLA"], ["OURS"]'),
         ({"kv_tokens": 50}, "ranks differ in kv_tokens: 100, 50"),
     ],
