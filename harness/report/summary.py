@@ -98,11 +98,19 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "boundary_difference": boundary_section(comparable, cells, valid, limits, unstable_keys),
         "parity": parity,
         "left_out": manifest.get("left_out", {}),
+        "ranks_share_cores": [arm["name"] for arm in manifest["arms"] if _ranks_share_cores(arm)],
         "client_calibration": manifest.get("client_calibration"),
         # Older runs did not record them.
         **({"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}),
         "notes": [*manifest["notes"], *_set_aside(cells)],
     }
+
+
+def _ranks_share_cores(arm: Mapping[str, Any]) -> bool:
+    """Whether an engine without GPUs computed several ranks on one core, as vLLM was told to bind them."""
+    environment = (arm["engine"] or {}).get("environment", {})
+    cores = environment.get("VLLM_CPU_OMP_THREADS_BIND", "").split("|")
+    return len(set(cores)) < len(cores)
 
 
 def _set_aside(cells: Sequence[Cell]) -> list[str]:

@@ -337,7 +337,11 @@ def _trust(summary: Summary) -> Finding:
         text += f" Left out: {', '.join(left_out)} (reasons below)."
     if summary["scale"] != 1:
         text += f" Prompts are scaled by {summary['scale']:g}: these are not the times of the full workload."
-    flawed = not cells or other_lengths or any(not cell["unstable"] for _, cell in bad)
+    if sharing := summary["ranks_share_cores"]:
+        text += (
+            f" Ranks of {' and '.join(sharing)} share cores: whether it works is shown, how fast it is not."
+        )
+    flawed = not cells or other_lengths or sharing or any(not cell["unstable"] for _, cell in bad)
     return Finding("Trust", text, "bad" if flawed else "open" if parity is None or left_out else "sure")
 
 

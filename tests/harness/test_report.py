@@ -375,6 +375,17 @@ def test_a_report_of_fewer_cells_leaves_no_old_plot(tmp_path: Path) -> None:
     assert [path.name for path in (store.path / "plots").iterdir()] == ["mine.png"]
 
 
+def test_ranks_on_one_core_show_no_speed(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    manifest, cells = store.manifest, list(store.cells())
+    for arm, cores in zip(manifest["arms"], ("0|1", "0|0"), strict=True):
+        arm["engine"] = {"environment": {"VLLM_CPU_OMP_THREADS_BIND": cores}}
+    said = "Ranks of dcp2 share cores: whether it works is shown, how fast it is not."
+    assert said in markdown_report(build_summary(manifest, cells))
+    manifest["arms"][1]["engine"] = None
+    assert said not in markdown_report(build_summary(manifest, cells))
+
+
 def test_parity_is_passed_on(tmp_path: Path) -> None:
     parity: dict[str, Any] = {"ok": True, "compared": 12, "diverged": []}
     summary = summary_of(tmp_path / "run", PAIR, parity=parity)
