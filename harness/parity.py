@@ -20,7 +20,7 @@ those given concurrently, and each arm with the first one, both alone and concur
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,11 @@ class ParityResult:
             return None
         more = f"; and {len(failures) - 1} more" if len(failures) > 1 else ""
         return f"parity refused: {failures[0]}{more}"
+
+    def record(self, prompts: Iterable[Prompt]) -> dict[str, Any]:
+        """As a run keeps it, with the length of each prompt."""
+        lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
+        return {**asdict(self), "refusal": self.refusal(), "prompts": lengths}
 
 
 def make_prompts(seed: int, vocab_size: int, lengths: Sequence[int] = PROMPT_LENGTHS) -> tuple[Prompt, ...]:

@@ -11,7 +11,6 @@ import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,7 @@ def _judged(
     limits = parity.Tolerance(tolerance or before["tolerance"]["logprob"])
     longest = max(len(answer.alone[prompt.id]) for answer in answers.values() for prompt in asked)
     verdict = parity.compare(asked, reference, answers, limits, longest)
-    return {
-        **asdict(verdict),
-        "refusal": verdict.refusal(),
-        "prompts": {prompt.id: len(prompt.tokens) for prompt in asked},
-        "before": before.get("before", before),
-    }
+    return {**verdict.record(asked), "before": before.get("before", before)}
 
 
 def _judge_checks(

@@ -2,7 +2,7 @@
 """Whether the engines of a resident run may be timed: of a session's first engines, and of each that comes back."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from harness import parity
@@ -106,8 +106,7 @@ class ResidentParity:
             asked.prompts, asked.reference, arms, resident.tolerance, resident.parity_tokens
         )
         launch = run.launches()[name]
-        lengths = {prompt.id: len(prompt.tokens) for prompt in asked.prompts}
-        record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
+        record = verdict.record(asked.prompts)
         write_json(run.path / f"parity-{name}-launch{launch + 1}.json", record)
         keep_check(run.path, run.manifest, record, arms, {name: launch})
         arm = next(arm for arm in self._options.arms if arm.name == name)

@@ -11,7 +11,6 @@ set_aside/                   among them cells that an engine's death ended, and 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +174,7 @@ class RunFolder:
         `launches`: of the arms, those that this verdict is about; other answers are of launches that have theirs.
         """
         verdict = parity.compare(prompts, reference, answers, tolerance, output_tokens)
-        lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
-        record = {**asdict(verdict), "refusal": verdict.refusal(), "prompts": lengths}
+        record = verdict.record(prompts)
         self.manifest["parity"] = record
         keep_answers(self.folder("parity"), answers)
         beside = {name: answer.prefills_beside for name, answer in answers.items()}

@@ -93,7 +93,7 @@ def add_model(commands: Commands) -> None:
     command.set_defaults(run=checkpoint)
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--heads", type=int, default=4, help="of attention; ranks share them (4)")
+    command.add_argument("--heads", type=int, help="of attention; ranks share them (4)")
 
     command = commands.add_parser(
         "reference", help="greedy tokens and top-20 logprobs from float32 transformers"
@@ -170,8 +170,8 @@ def explain(args: argparse.Namespace) -> None:
     model = Path(args.model) if models.is_path(args.model) else args.model
     launched = planned(args, model)
     profile = load(args.profile)
-    own = launch.layers_of(model)
-    if profile.layers and own and own <= profile.layers:  # a slice already, which the profile does not cut
+    if profile.layers and launch.is_slice(model, profile.layers):  # which the profile does not cut
+        own = launch.layers_of(model)
         described = profile.description.replace(f"{profile.layers} layers", f"{own} layers")
         profile = replace(profile, layers=own, description=described)
     print(f"# {profile.name}: {profile.description}; grade: {profile.grade}")
@@ -219,9 +219,9 @@ def download(args: argparse.Namespace) -> None:
 
 
 def checkpoint(args: argparse.Namespace) -> None:
-    from kimi_k3_serve.checkpoint import write_checkpoint
+    from kimi_k3_serve.checkpoint import HEADS, write_checkpoint
 
-    write_checkpoint(args.out, args.seed, args.heads)
+    write_checkpoint(args.out, args.seed, args.heads or HEADS)
     print(args.out)
 
 
