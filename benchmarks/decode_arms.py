@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `decode_parity.py` compares: the slice, and the arms."""
+"""What `decode_parity.py` compares: the slice, the prompts' lengths, and the arms."""
 
 from typing import Any
 
@@ -52,6 +52,9 @@ CONFIG: dict[str, Any] = {
         "short_conv_kernel_size": 4,
     },
 }
+
+LENGTHS = (40, 127, 513, 1290, 1800, 4100, 9000, 12000)
+OUTPUT_TOKENS = 32
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 

@@ -18,14 +18,14 @@ An arm is right when it agrees with the reference, with TP2 and with itself in c
 position.
 
 FOLDER gets parity.json, the table that is printed, and each arm's log. An arm that dies is reported with its last
-words; it fails the run only if it is not one that is expected to die.
+words; it fails the run only if it is not one that is expected to die. An arm that is given up before it has answered
+is reported as late, with how far it came, and fails the run.
 """
 
 import argparse
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -38,15 +38,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from decode_arms import ARMS, CONFIG, GRAPHS, slug
+from decode_arms import ARMS, CONFIG, GRAPHS, LENGTHS, OUTPUT_TOKENS, slug
+from decode_verdict import judge, last_words, progress, progress_file, table
 
-from harness.parity import logprob_distance
 from harness.slices import FULL_ATTENTION, slice_config
 
 ROOT = Path(__file__).parents[1]
 
-LENGTHS = (40, 127, 513, 1290, 1800, 4100, 9000, 12000)
-OUTPUT_TOKENS = 32
 TOP_K = 20
 RESTARTS = 8
 PROBED = 2  # index of the prompt whose second decode step is recorded
@@ -97,8 +95,8 @@ def main() -> None:
     sys.exit(0 if report["ok"] else 1)
 
 
-def run(args: argparse.Namespace) -> dict[str, int]:
-    """The reference and every arm, at most `args.together` at once; exit statuses by arm."""
+def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The reference and every arm, at most `args.together` at once; by arm its exit status or that it was late."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     reference = [sys.executable, "-m", "kimi_k3_serve.slice_reference", "--model", str(args.out)]
@@ -111,7 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, int]:
         stderr=subprocess.STDOUT,
         env=environment,
     )
-    ended: dict[str, int] = {}
+    ended: dict[str, dict[str, Any]] = {}
     waiting = list(args.arms)  # started in this order
     running: dict[str, tuple[Any, float]] = {}
     try:
@@ -123,14 +121,16 @@ def run(args: argparse.Namespace) -> dict[str, int]:
                 late = time.monotonic() - since > args.timeout
                 if late or process.poll() is not None:
                     stop(process)
-                    ended[name] = process.returncode
+                    if late:
+                        ended[name] = {"late": {"limit_s": args.timeout, "since": "start"}}
+                    elif process.returncode == -signal.SIGALRM:
+                        ended[name] = {"late": {"limit_s": TURN_S, "since": "turn"}}
+                    else:
+                        ended[name] = {"died": process.returncode}
                     del running[name]
-                    seconds, answers = time.monotonic() - started, args.out / f"{slug(name)}.json"
-                    times = json.loads(answers.read_text())["seconds"] if answers.is_file() else ""
-                    print(
-                        f"{seconds:5.0f} s  {name}: {'late' if late else process.returncode} {times}",
-                        flush=True,
-                    )
+                    how = "late" if "late" in ended[name] else process.returncode
+                    seconds, times = time.monotonic() - started, progress(args.out, name)
+                    print(f"{seconds:5.0f} s  {name}: {how} {times}", flush=True)
             if referee.poll() == 0 and (args.out / "reference.part").is_file():
                 (args.out / "reference.part").rename(args.out / "reference.json")
                 print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
@@ -205,7 +205,15 @@ def answer(name: str, out: Path) -> None:
     )
     prompts = json.loads((out / "prompts.json").read_text())
     warm = [prompt["prompt"] for prompt in prompts[-2:]]
-    times = {"loaded": time.monotonic() - begun}
+    times: dict[str, float] = {}
+
+    def reached(
+        what: str,
+    ) -> None:  # kept at once, for the report of an arm that does not come to its answers
+        times[what] = round(time.monotonic() - begun, 1)
+        progress_file(out, name).write_text(json.dumps(times))
+
+    reached("loaded")
     deadline = time.monotonic() + READY_S
     while not (out / "reference.json").is_file():
         if time.monotonic() > deadline:
@@ -213,10 +221,10 @@ def answer(name: str, out: Path) -> None:
         time.sleep(0.2)
     reference = {entry["id"]: entry for entry in json.loads((out / "reference.json").read_text())}
     with turn(out):
-        times["turn"] = time.monotonic() - begun
+        reached("turn")
         # Also the first steps, which compile kernels: engines that wait for each other spin on the GPUs.
         complete(engine, [warm[0][:50], warm[1][:2500]], 3)
-        times["warm"] = time.monotonic() - begun
+        reached("warm")
         alone: dict[str, Any] = {}
         probes: list[Any] = []
         for index, prompt in enumerate(prompts):
@@ -227,9 +235,8 @@ def answer(name: str, out: Path) -> None:
             if probe:
                 probes = engine.collective_rpc("end_probe", args=(str(out / f"probe-{slug(name)}"),))
         together = forced(engine, prompts, reference)
-        times["answered"] = time.monotonic() - begun
-    result: dict[str, Any] = {"alone": alone, "together": together}
-    result["seconds"] = {what: round(seconds, 1) for what, seconds in times.items()}
+        reached("answered")
+    result: dict[str, Any] = {"seconds": times, "alone": alone, "together": together}
     if probes:
         from decode_probe import steps
 
@@ -292,117 +299,6 @@ def turn(out: Path) -> Iterator[None]:
         signal.alarm(TURN_S)
         yield
         signal.alarm(0)
-
-
-def judge(out: Path, arms: Sequence[str], ended: Mapping[str, int], tolerance: float) -> dict[str, Any]:
-    """Differences of every arm, in nats, and whether all are within the tolerance."""
-    reference = {
-        entry["id"]: [
-            {"token": token, "top": top, "decoded": position > 0}
-            for position, (token, top) in enumerate(zip(entry["tokens"], entry["top_logprobs"], strict=True))
-        ]
-        for entry in json.loads((out / "reference.json").read_text())
-    }
-    answers = {
-        name: json.loads((out / f"{slug(name)}.json").read_text())
-        for name in arms
-        if (out / f"{slug(name)}.json").is_file()
-    }
-    rows, ok = [], True
-    for name in arms:
-        if name not in answers:
-            expected = bool(ARMS[name].get("dies"))
-            ok &= expected
-            words = last_words(out / f"{slug(name)}.log")
-            rows.append({"arm": name, "died": ended.get(name), "expected": expected, "words": words})
-            continue
-        mine = answers[name]
-        row: dict[str, Any] = {"arm": name, "seconds": mine["seconds"]}
-        pairs = {
-            "alone vs reference": (mine["alone"], reference),
-            "together vs reference": (mine["together"], reference),
-            "alone vs together": (mine["alone"], mine["together"]),
-        }
-        if "tp2" in answers and name != "tp2":
-            pairs["alone vs tp2"] = (mine["alone"], answers["tp2"]["alone"])
-        found = {key: differences(*sides, tolerance) for key, sides in pairs.items()}
-        row |= found
-        agrees = not any(pair["beyond"] for pair in found.values())
-        missing = max(pair["missing"] for pair in found.values())
-        row["right"] = agrees and not missing
-        row["verdict"] = "right" if row["right"] else f"{missing} positions missing" if agrees else "WRONG"
-        row["steps"] = mine.get("steps")
-        ok &= row["right"] or bool(ARMS[name].get("dies"))
-        rows.append(row)
-    first = {entry[0]["token"] for entry in reference.values()}
-    return {
-        "ok": ok,
-        "tolerance": tolerance,
-        "lengths": LENGTHS,
-        "output_tokens": OUTPUT_TOKENS,
-        "distinct_first_tokens": len(first),
-        "config": json.loads((out / "config.json").read_text()),
-        "arms": rows,
-    }
-
-
-def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
-    """Largest and median difference of a listed token's logprob, of prefills and of decodes; positions beyond."""
-    by_kind: dict[bool, list[float]] = {False: [], True: []}
-    tokens = missing = 0
-    for name, ours in left.items():
-        missing += OUTPUT_TOKENS - min(len(ours), len(right[name]))
-        for mine, other in zip(ours, right[name], strict=False):
-            by_kind[mine["decoded"] or other["decoded"]].append(logprob_distance(mine["top"], other["top"]))
-            tokens += mine["token"] != other["token"]
-    return {
-        "prefill_max": max(by_kind[False], default=0.0),
-        "decode_max": max(by_kind[True], default=0.0),
-        "decode_median": float(np.median(by_kind[True])) if by_kind[True] else 0.0,
-        "positions": len(by_kind[False]) + len(by_kind[True]),
-        "beyond": sum(size > tolerance for sizes in by_kind.values() for size in sizes),
-        "other_tokens": tokens,
-        "missing": missing,
-    }
-
-
-def table(report: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"nats; largest difference of a prefill / of a decode (median) positions beyond {report['tolerance']}",
-        f"{'arm':18s} {'alone vs reference':>27s} {'together vs reference':>27s} {'alone vs together':>27s}"
-        f" {'alone vs tp2':>27s}  verdict",
-    ]
-    for row in report["arms"]:
-        if "died" in row:
-            kind = "as expected" if row["expected"] else "NOT expected"
-            lines.append(f"{row['arm']:18s} died ({kind}): {row['words']}")
-            continue
-        cells = []
-        for key in ("alone vs reference", "together vs reference", "alone vs together", "alone vs tp2"):
-            found = row.get(key)
-            cells.append(
-                f"{found['prefill_max']:.3f} / {found['decode_max']:.3f} ({found['decode_median']:.3f})"
-                f" {found['beyond']:2d}"
-                if found
-                else "-"
-            )
-        lines.append(
-            f"{row['arm']:18s} " + " ".join(f"{cell:>27s}" for cell in cells) + f"  {row['verdict']}"
-        )
-    for row in report["arms"]:
-        for step in row.get("steps") or []:
-            lines.append(f"{row['arm']:18s} {step}")
-    return lines
-
-
-def last_words(log: Path) -> str:
-    """The end of the last line of a log that names an error, else of its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [
-        line for line in lines if "Error" in line and "EngineDeadError" not in line and "See" not in line
-    ]
-    # Without the folders of source files, which say nothing here.
-    return re.sub(r"/\S*/", "", (errors or lines or ["nothing"])[-1])[-200:]
 
 
 if __name__ == "__main__":
