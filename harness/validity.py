@@ -11,6 +11,7 @@ from typing import Any
 from harness.client import CANCELLED, OK, RequestRecord
 from harness.load import refusal
 from harness.stats import quantile, slope
+from harness.store import Cell, CellKey
 
 SPAN_TOLERANCE = 0.01
 SPAN_FLOOR_S = 0.010
@@ -58,6 +59,28 @@ def evidence_of(
         shares_prefixes=bool(generator.get("shared_tokens")),
         engine_change=engine_change,
     )
+
+
+def evidence_by_cell(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:
+    """What each cell of a run is judged by."""
+    found: dict[CellKey, Evidence] = {}
+    declared = {arm["name"]: {**manifest, **arm.get("declared", {})} for arm in manifest["arms"]}
+    for arm in {cell.key.arm for cell in cells}:
+        mine = sorted(
+            (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
+        )
+        changes = engine_changes([cell.facts["engine"] for cell in mine])
+        found |= {
+            cell.key: evidence_of(declared[arm], cell.facts, cell.records, change)
+            for cell, change in zip(mine, changes, strict=True)
+        }
+    return found
+
+
+def valid_cells(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of a run that count."""
+    evidence = evidence_by_cell(manifest, cells)
+    return [cell for cell in cells if judge(evidence[cell.key]).valid]
 
 
 def ttft_s(record: RequestRecord) -> float:

@@ -16,6 +16,7 @@ from harness.report.differences import (
     paired_section,
 )
 from harness.report.kv_waits import kv_waits
+from harness.report.notes import notes_of
 from harness.report.scatter import answer_s, far_off, tpot_s, tpot_scatter
 from harness.saturation import independent_requests
 from harness.sla import CellVerdict, Rule, first_failing, first_miss, highest_passing, misses
@@ -25,8 +26,7 @@ from harness.validity import (
     Evidence,
     backlog_growth,
     backlog_slope_rps,
-    engine_changes,
-    evidence_of,
+    evidence_by_cell,
     judge,
     slip_limit_s,
     slip_s,
@@ -44,7 +44,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
     limits: dict[str, float] = manifest["limits"]["applied"]
     rules = [Rule(**rule) for rule in manifest["limits"].get("rules", ())]
     names = [arm["name"] for arm in manifest["arms"]]
-    evidence = _evidence(manifest, cells)
+    evidence = evidence_by_cell(manifest, cells)
     kv_tokens = {arm["name"]: arm["kv_tokens"] for arm in manifest["arms"]}
     judged = {
         cell.key: summarise_cell(cell, evidence[cell.key], limits, rules, kv_tokens.get(cell.key.arm))
@@ -102,7 +102,7 @@ def build_summary(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[st
         "client_calibration": manifest.get("client_calibration"),
         # Older runs did not record them.
         **({"timeouts": manifest["timeouts"]} if "timeouts" in manifest else {}),
-        "notes": [*manifest["notes"], *_set_aside(cells)],
+        "notes": notes_of(manifest, cells),
     }
 
 
@@ -111,32 +111,6 @@ def _ranks_share_cores(arm: Mapping[str, Any]) -> bool:
     environment = (arm["engine"] or {}).get("environment", {})
     cores = environment.get("VLLM_CPU_OMP_THREADS_BIND", "").split("|")
     return len(set(cores)) < len(cores)
-
-
-def _set_aside(cells: Sequence[Cell]) -> list[str]:
-    """How often cells were measured again; their first measurements are kept in a folder of their own."""
-    count = sum(cell.facts.get("measured_again", 0) for cell in cells)
-    if not count:
-        return []
-    what = "1 cell was" if count == 1 else f"{count} cells were"
-    why = "a late client, load of others or the end of an engine had spoiled"
-    return [f"{what} set aside (set_aside/) and measured again: {why} {'it' if count == 1 else 'them'}."]
-
-
-def _evidence(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict[CellKey, Evidence]:
-    """What each cell is judged by, by its key."""
-    found: dict[CellKey, Evidence] = {}
-    declared = {arm["name"]: {**manifest, **arm.get("declared", {})} for arm in manifest["arms"]}
-    for arm in {cell.key.arm for cell in cells}:
-        mine = sorted(
-            (cell for cell in cells if cell.key.arm == arm), key=lambda cell: cell.facts["started_unix_s"]
-        )
-        changes = engine_changes([cell.facts["engine"] for cell in mine])
-        found |= {
-            cell.key: evidence_of(declared[arm], cell.facts, cell.records, change)
-            for cell, change in zip(mine, changes, strict=True)
-        }
-    return found
 
 
 def summarise_cell(

@@ -99,6 +99,23 @@ def test_every_launch_that_counts_passed_parity(
     assert "launch 1 of dcp2 was timed, but its parity was not checked" in capsys.readouterr().out
 
 
+def test_a_launch_without_a_cell_that_counts_refuses_neither_its_run_nor_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parity refused the first launch of dcp2, all of whose cells were spoiled by a late client."""
+    passed = {"ok": True, "compared": 1, "diverged": [], "refusal": None}
+    checks = [
+        {"launches": {"dcp2": 0}, "ok": False, "refusal": "parity refused: prompt p1"},
+        {"launches": {"tp2": 0, "dcp2": 1}, "ok": True, "refusal": None},
+    ]
+    spoiled = run(tmp_path / "spoiled", 0.0, slip_s=0.04, parity=passed, parity_checks=checks)
+    for words in (["compare", spoiled, run(tmp_path / "other", 0.0)], ["report", spoiled]):
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        assert "do not count" in printed and "launch 1 of dcp2 was timed" not in printed
+    assert json.loads((tmp_path / "spoiled" / "summary.json").read_bytes())["parity"] == passed
+
+
 def test_each_run_is_judged_by_what_it_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A client 40 ms late counts where the run declared shared cores, whichever run stands first."""
     shared = run(tmp_path / "shared", 0.0, slip_s=0.04, shared_cores=True)
