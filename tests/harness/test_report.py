@@ -386,6 +386,29 @@ def test_ranks_on_one_core_show_no_speed(tmp_path: Path) -> None:
     assert said not in markdown_report(build_summary(manifest, cells))
 
 
+def test_a_note_says_where_vllms_nccl_wrapper_was_disabled(tmp_path: Path) -> None:
+    """Only where several ranks' proofs speak of it: older runs are reported as before."""
+    store = store_of(tmp_path / "run", PAIR)
+    manifest, cells = store.manifest, list(store.cells())
+    disabled = {"active": False, "reason": "NCCL 2.28.3 lacks ncclCommSuspend"}
+
+    def notes(state: dict[str, Any] | None, ranks: int = 2) -> list[str]:
+        features = {"cuda_graphs": {"active": False, "reason": ""}} | ({"vllm_nccl": state} if state else {})
+        proofs = [{"rank": rank, "world_size": ranks, "features": features} for rank in range(ranks)]
+        for arm in manifest["arms"]:
+            arm["engine"] = {"ranks": proofs}
+        summary = build_summary(manifest, cells)
+        assert all(f"Note: {note}" in markdown_report(summary) for note in summary["notes"])
+        found: list[str] = summary["notes"]
+        return found
+
+    assert notes(disabled) == [
+        "vLLM's own NCCL wrapper was disabled in tp2, dcp2, collectives went through torch.distributed:"
+        " NCCL 2.28.3 lacks ncclCommSuspend."
+    ]
+    assert notes(disabled, ranks=1) == notes({"active": True, "reason": "NCCL 2.29.7"}) == notes(None) == []
+
+
 def test_parity_is_passed_on(tmp_path: Path) -> None:
     parity: dict[str, Any] = {"ok": True, "compared": 12, "diverged": []}
     summary = summary_of(tmp_path / "run", PAIR, parity=parity)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's report adds to the notes of its manifest."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.store import Cell
+
+
+def notes_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
+    """All notes of a run, a sentence or more each."""
+    return [*manifest["notes"], *_set_aside(cells), *_vllm_nccl(manifest)]
+
+
+def _set_aside(cells: Sequence[Cell]) -> Iterator[str]:
+    """How often cells were measured again; their first measurements are kept in a folder of their own."""
+    if count := sum(cell.facts.get("measured_again", 0) for cell in cells):
+        what = "1 cell was" if count == 1 else f"{count} cells were"
+        why = "a late client, load of others or the end of an engine had spoiled"
+        yield f"{what} set aside (set_aside/) and measured again: {why} {'it' if count == 1 else 'them'}."
+
+
+def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Where vLLM's own NCCL wrapper was disabled, by reason. Only proofs of GPUs tell, and older ones do not."""
+    arms: dict[str, dict[str, None]] = {}
+    for arm in manifest["arms"]:
+        for rank in (arm["engine"] or {}).get("ranks", ()):
+            state = rank["features"].get("vllm_nccl", {"active": True})
+            if rank["world_size"] > 1 and not state["active"]:
+                arms.setdefault(state["reason"], {})[arm["name"]] = None
+    for reason, names in arms.items():
+        yield (
+            f"vLLM's own NCCL wrapper was disabled in {', '.join(names)}, collectives went through torch.distributed:"
+            f" {reason}."
+        )
