@@ -142,6 +142,7 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
         return dist.group.WORLD, None
     import vllm
 
+    from kimi_k3_serve import vllm_nccl
     from kimi_k3_serve.attention import cures
 
     cures.install()
@@ -154,10 +155,7 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
         init_distributed_environment(world, rank, "env://", device.index, "nccl")
         initialize_model_parallel(world, decode_context_model_parallel_size=world)
     group = get_dcp_group()
-    wrapper = group.device_communicator.pynccl_comm
-    facts = {"version": vllm.__version__, "vllm_nccl": wrapper is not None and not wrapper.disabled}
-    if rank == 0 and not facts["vllm_nccl"]:
-        print("vLLM's NCCL wrapper is disabled here: its group goes through torch.distributed")
+    facts = {"version": vllm.__version__, "vllm_nccl": vllm_nccl.state(group)}
     return group.device_group, facts | {"dcp": dcp, "group": group}
 
 

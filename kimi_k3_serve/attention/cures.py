@@ -7,8 +7,11 @@ have packed heads", vllm issue 54305). A copy is made even of a single token, wh
 though its token stride is 1. The other exchanges copy such an LSE themselves, and the peer backend takes any strides.
 
 `CudaCommunicator.reduce_scatter` calls vLLM's own NCCL wrapper without asking whether it is disabled, as it is where
-no NCCL library is found by name; the wrapper then returns at once, and the caller gets memory that nobody has written.
-`ag_rs` hands that on as attention output. Its sister `all_gather` falls back to `torch.distributed`; now both do.
+the NCCL library is missing or too old (vllm_nccl.py). The wrapper then returns at once, the caller gets memory that
+nobody has written, and `ag_rs` hands it on as attention output. Its sister `all_gather` falls back to
+`torch.distributed`; now both do.
+
+`PyNcclCommunicator` disables itself without a log line; now it says why.
 """
 
 from kimi_k3_serve.patch import Edit, edit_function
@@ -28,6 +31,14 @@ EDITS = {
             "    assert pynccl_comm is not None\n",
             "    if pynccl_comm is None or pynccl_comm.disabled:\n"
             "        return super().reduce_scatter(input_, dim)\n",
+        )
+    ],
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator.__init__": [
+        Edit(
+            "        # disable because of missing NCCL library\n",
+            "        # disable because of missing NCCL library\n"
+            "        from kimi_k3_serve import vllm_nccl\n\n"
+            "        vllm_nccl.warn()\n",
         )
     ],
 }

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why vLLM's own NCCL wrapper is disabled, where it is.
+
+vLLM binds every NCCL function by name when a group starts. Where the library is missing or lacks one, its
+`PyNcclCommunicator` sets `disabled`, mostly without a word, and the group's collectives go through
+`torch.distributed`. The cures (attention/cures.py) let it say so.
+"""
+
+import ctypes
+from typing import Any
+
+from vllm import envs
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+from vllm.logger import init_logger
+from vllm.utils.nccl import find_nccl_library
+
+from kimi_k3_serve.inspection import verdict
+
+NEEDED = "vLLM needs NCCL 2.29.7 or later (VLLM_NCCL_SO_PATH)"
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
+
+
+def state(*groups: Any) -> dict[str, Any]:
+    """{"active", "reason"}: whether the wrapper carries the collectives of vLLM's `groups` of more than one rank."""
+    several = [group for group in groups if group.world_size > 1]
+    if not several:
+        return verdict(False, "one rank has no collectives")
+    wrappers = [getattr(group.device_communicator, "pynccl_comm", None) for group in several]
+    versions = [wrapper.nccl_version for wrapper in wrappers if wrapper is not None and not wrapper.disabled]
+    if len(versions) < len(wrappers):
+        return verdict(False, objection() or "the NCCL library is good, yet vLLM does not use it")
+    return verdict(True, f"NCCL {dotted(versions[0])}")
+
+
+def warn() -> None:
+    """One line in the engine's log, of the first rank of a host."""
+    logger.warning_once(
+        "vLLM's own NCCL wrapper is disabled, its collectives go through torch.distributed: %s", objection()
+    )
+
+
+def objection() -> str | None:
+    """Why vLLM cannot use the NCCL library that it loads here; None where it can. Asks that library itself."""
+    if envs.VLLM_DISABLE_PYNCCL:
+        return "VLLM_DISABLE_PYNCCL is set"
+    version = ctypes.c_int()
+    try:
+        name = find_nccl_library()
+        library = ctypes.CDLL(name)
+    except (OSError, ValueError) as error:
+        return f"{error}; {NEEDED}"
+    try:
+        library.ncclGetVersion(ctypes.byref(version))
+        NCCLLibrary(name)
+    except AttributeError as missing:
+        what = f"NCCL {dotted(version.value)}, {name}," if version.value else name
+        return f"{what} lacks {missing.name}; {NEEDED}"
+    return None
+
+
+def dotted(version: int) -> str:
+    """22907 -> 2.29.7"""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
