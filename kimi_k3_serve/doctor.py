@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kimi_k3_serve import doctor_probes, fit, models
+from kimi_k3_serve import doctor_probes, fit, models, nccl_library
 from kimi_k3_serve.doctor_host import GPU, Host
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.launch import given
@@ -65,11 +65,6 @@ class Case:
 
 
 Check = Callable[[Case], Iterator[Finding]]
-
-
-def no_gpu(case: Case, name: str) -> Iterator[Finding]:
-    if not case.gpus:
-        yield Finding(name, "skip", "no GPU is visible")
 
 
 def weights(case: Case) -> Iterator[Finding]:
@@ -148,7 +143,7 @@ def peer_access(case: Case) -> Iterator[Finding]:
 def driver(case: Case) -> Iterator[Finding]:
     """9. A driver older than the image's CUDA."""
     if not case.gpus:
-        yield from no_gpu(case, "driver")
+        yield Finding("driver", "skip", "no GPU is visible")
         return
     cuda = case.host.cuda_of_driver()
     version = case.gpus[0].driver
@@ -357,9 +352,15 @@ def stock_a2a(case: Case) -> Iterator[Finding]:
         )
 
 
+def nccl(case: Case) -> Iterator[Finding]:
+    """15. An NCCL library with which vLLM's own wrapper disables itself."""
+    yield Finding("nccl", *nccl_library.judge(case.setting("VLLM_NCCL_SO_PATH")))
+
+
 CHECKS: tuple[Check, ...] = (
     weights,
     stock_a2a,
+    nccl,
     gpus,
     driver,
     peer_access,

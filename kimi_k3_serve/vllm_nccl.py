@@ -6,7 +6,6 @@ vLLM binds every NCCL function by name when a group starts. Where the library is
 `torch.distributed`. The cures (attention/cures.py) let it say so.
 """
 
-import ctypes
 from typing import Any
 
 from vllm import envs
@@ -14,9 +13,11 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.logger import init_logger
 from vllm.utils.nccl import find_nccl_library
 
+from kimi_k3_serve import nccl_library
 from kimi_k3_serve.inspection import verdict
+from kimi_k3_serve.nccl_library import dotted
 
-NEEDED = "vLLM needs NCCL 2.29.7 or later (VLLM_NCCL_SO_PATH)"
+NEEDED = f"vLLM needs NCCL {dotted(nccl_library.NEEDED)} or later (VLLM_NCCL_SO_PATH)"
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
 
@@ -44,21 +45,14 @@ def objection() -> str | None:
     """Why vLLM cannot use the NCCL library that it loads here; None where it can. Asks that library itself."""
     if envs.VLLM_DISABLE_PYNCCL:
         return "VLLM_DISABLE_PYNCCL is set"
-    version = ctypes.c_int()
+    version = 0
     try:
         name = find_nccl_library()
-        library = ctypes.CDLL(name)
+        version = nccl_library.version_of(name)
+        NCCLLibrary(name)
     except (OSError, ValueError) as error:
         return f"{error}; {NEEDED}"
-    try:
-        library.ncclGetVersion(ctypes.byref(version))
-        NCCLLibrary(name)
     except AttributeError as missing:
-        what = f"NCCL {dotted(version.value)}, {name}," if version.value else name
+        what = f"NCCL {dotted(version)}, {name}," if version else name
         return f"{what} lacks {missing.name}; {NEEDED}"
     return None
-
-
-def dotted(version: int) -> str:
-    """22907 -> 2.29.7"""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -111,6 +111,22 @@ def test_stock_a2a_with_flash_attn_mla(world: World) -> None:
     assert look(doctor.stock_a2a, world.case()) == ""
 
 
+def test_an_nccl_library_that_is_too_old(world: World, tmp_path: Path) -> None:
+    assert look(doctor.nccl, world.case()).startswith("skip")
+    source = tmp_path / "nccl.c"
+    for version, found in ((22803, "NCCL 2.28.3"), (22907, None)):
+        library = tmp_path / f"{version}.so"
+        source.write_text(f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        world.environment["VLLM_NCCL_SO_PATH"] = str(library)
+        why = f"warn nccl: {library} is {found}, with which vLLM disables its own NCCL wrapper"
+        assert look(doctor.nccl, world.case()) == (why if found else "")
+    for path, words in (("libm.so.6", "is no NCCL library"), ("absent.so", "cannot open shared object file")):
+        world.environment["VLLM_NCCL_SO_PATH"] = path
+        said = look(doctor.nccl, world.case())
+        assert said.startswith(f"warn nccl: {path}") and words in said
+
+
 def test_the_plugin_has_the_name_that_the_doctor_looks_for() -> None:
     found = [point.name for point in entry_points(group="vllm.general_plugins") if "kimi_k3" in point.value]
     assert set(found) == {doctor.PLUGIN}

@@ -102,7 +102,7 @@ def test_other_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{absent}: cannot open shared object file: No such file or directory; {NEEDED}"
     )
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "libm.so.6")
-    assert proven(monkeypatch, two, one)["reason"] == f"libm.so.6 lacks ncclGetVersion; {NEEDED}"
+    assert proven(monkeypatch, two, one)["reason"] == f"libm.so.6 lacks ncclGetErrorString; {NEEDED}"
     monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
     assert proven(monkeypatch, two, one)["reason"] == "VLLM_DISABLE_PYNCCL is set"
 
