@@ -7,14 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from kimi_k3_serve import __version__, fit, image_lock, launch, models
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.guard import MIDDLEWARE
-from kimi_k3_serve.profile import load
 from kimi_k3_serve.projection import shard
 from kimi_k3_serve.topology import Topology
 
@@ -166,15 +164,16 @@ def serve(args: argparse.Namespace) -> None:
     os.execvpe(launched.argv[0], launched.argv, environment)
 
 
+def named(model: str) -> Path | str:
+    """A folder, or a name on the hub that need not be here."""
+    return Path(model) if models.is_path(model) else model
+
+
 def explain(args: argparse.Namespace) -> None:
-    model = Path(args.model) if models.is_path(args.model) else args.model
+    model = named(args.model)
     launched = planned(args, model)
-    profile = load(args.profile)
-    if profile.layers and launch.is_slice(model, profile.layers):  # which the profile does not cut
-        own = launch.layers_of(model)
-        described = profile.description.replace(f"{profile.layers} layers", f"{own} layers")
-        profile = replace(profile, layers=own, description=described)
-    print(f"# {profile.name}: {profile.description}; grade: {profile.grade}")
+    profile = launch.load_for(args.profile, model)
+    print(f"# {profile}")
     if profile.machine:
         needed, room = fit.weights_gb(profile, Topology.parse(args.topology)), fit.room_gb(profile)
         print(
@@ -204,7 +203,7 @@ def doctor(args: argparse.Namespace) -> int:
     case = doctor.Case(
         host,
         host.gpus(),
-        load(args.profile) if args.profile else None,
+        launch.load_for(args.profile, args.model and named(args.model)) if args.profile else None,
         Topology.parse(args.topology) if args.topology else None,
         args.model,
         tuple(args.extra),

@@ -40,10 +40,12 @@ def weights_gb(profile: Profile, topology: Topology) -> float:
     """Weights that one GPU holds.
 
     Experts are spread over all GPUs when data parallelism comes with expert parallelism; everything else is
-    replicated in each data-parallel group. A slice holds its share of the layers.
+    replicated in each data-parallel group. A slice holds its share of the layers, or what its own tensors come to.
     """
     replicas = profile.data_parallel
     group = topology.tp * profile.pipeline_parallel
+    if profile.weights_gb is not None:
+        return profile.weights_gb / group
     rest = CHECKPOINT_GB - EXPERTS_GB
     share = (profile.layers or LAYERS) / LAYERS
     return share * (EXPERTS_GB / (group * replicas) + rest / group)

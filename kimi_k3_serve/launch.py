@@ -5,12 +5,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from kimi_k3_serve import fit
+from kimi_k3_serve import fit, tensors
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.plugin import SWITCH
 from kimi_k3_serve.profile import Profile, load, names
@@ -60,7 +60,7 @@ def plan(
     Raises:
         UserError: unknown profile or topology, missing model, too few cores, an impossible combination.
     """
-    chosen = load(profile)
+    chosen = load_for(profile, model)
     if isinstance(model, Path) and not (model / "config.json").is_file():
         raise UserError(f"{model} holds no config.json; give a checkpoint's folder with --model")
     shape = Topology.parse(topology)
@@ -91,6 +91,18 @@ def plan(
     return Launch((*argv, *extra), environment)
 
 
+def load_for(profile: str, model: Path | str | None) -> Profile:
+    """The profile; where it is a slice's and the model in the folder is a smaller one by itself, that model's.
+
+    Raises:
+        UserError: no such profile.
+    """
+    chosen = load(profile)
+    if not (isinstance(model, Path) and chosen.layers and is_slice(model, chosen.layers)):
+        return chosen
+    return replace(chosen, layers=layers_of(model), weights_gb=tensors.total_gb(model))
+
+
 def is_slice(model: Path | str, layers: int) -> bool:
     """Whether the model in a folder has no more than so many layers by itself."""
     own = layers_of(model)
@@ -98,8 +110,8 @@ def is_slice(model: Path | str, layers: int) -> bool:
 
 
 def layers_of(model: Path | str) -> int | None:
-    """As its folder says; None for a name on the hub."""
-    if not isinstance(model, Path):
+    """As its folder says; None for a name on the hub, or a folder without a configuration."""
+    if not isinstance(model, Path) or not (model / "config.json").is_file():
         return None
     config = json.loads((model / "config.json").read_text())
     own: int | None = config.get("text_config", config).get("num_hidden_layers")

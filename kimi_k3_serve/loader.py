@@ -21,7 +21,8 @@ def fill(model: Any, config: Any) -> None:
         UnknownParameterError: naming the first parameters that stayed empty.
         ValueError: an unknown architecture.
     """
-    from kimi_k3_serve.weights import routed_experts, tensors, values
+    from kimi_k3_serve.tensors import tensors
+    from kimi_k3_serve.weights import routed_experts, values
 
     device, experts = next(model.parameters()).device, routed_experts(config)
     loaded = model.load_weights(

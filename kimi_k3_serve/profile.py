@@ -28,7 +28,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Profile:
-    """`machine` is None without GPUs. `layers`: a slice of the model with that many layers and dummy weights."""
+    """`description` is of the machine; `machine` is None without GPUs.
+
+    `layers`: a slice of the model with that many layers and dummy weights. `weights_gb`: 10^9 bytes of the model's
+    weights, where they are known and not those of the released checkpoint's layers.
+    """
 
     name: str
     description: str
@@ -42,8 +46,13 @@ class Profile:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     layers: int | None = None
+    weights_gb: float | None = None
     one_core_a_rank: bool = False
     kv_cache_memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        what = f"{self.layers} layers on {self.description}" if self.layers else self.description
+        return f"{self.name}: {what}; grade: {self.grade}"
 
 
 def names() -> list[str]:

@@ -13,14 +13,13 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu
 
-from kimi_k3_serve import slice_kda
-from kimi_k3_serve.weights import routed_experts, tensors, values
+from kimi_k3_serve import slice_kda, tensors
+from kimi_k3_serve.weights import routed_experts, values
 
 QUERIES = 512  # attended at a time: 96 heads x 512 x 8,192 keys are 1.6 GB of scores
 FLOAT32 = ("e_score_correction_bias", "dt_bias", "A_log", "conv1d.weight")  # whatever the model's dtype
@@ -47,7 +46,7 @@ class SliceReference:
         self.config, self.device = config, torch.device(device)
         self.weights: dict[str, torch.Tensor] = {}
         experts = routed_experts(config)
-        for name, shape in tensors(config):
+        for name, shape in tensors.tensors(config):
             tensor = values(name, shape, device, experts=experts)
             self.weights[name] = tensor if name.endswith(FLOAT32) else tensor.to(config.dtype).float()
 
@@ -145,20 +144,9 @@ class SliceReference:
 
 
 def read_config(folder: Path) -> Any:
-    """config.json with the defaults that this reference asks about; `dtype` as a torch dtype."""
-    defaults: dict[str, Any] = {
-        "attn_res_block_size": None,
-        "latent_moe_use_norm": False,
-        "moe_renormalize": True,
-    }
-    defaults |= {"moe_layer_freq": 1, "first_k_dense_replace": 0, "routed_expert_hidden_size": None}
-    defaults |= {"linear_attn_config": None, "moe_router_activation_func": "sigmoid", "q_lora_rank": None}
-    defaults |= {"mla_use_nope": False, "mla_use_output_gate": False, "routed_scaling_factor": 1.0}
-    config = SimpleNamespace(**defaults | json.loads((folder / "config.json").read_text()))
-    config.dtype = getattr(torch, getattr(config, "torch_dtype", "bfloat16"))
-    config.is_moe = getattr(config, "num_experts", None) is not None
-    kda = (config.linear_attn_config or {}).get("kda_layers") or []
-    config.is_kda_layer = lambda index: index + 1 in kda
+    """config.json; `dtype` as a torch dtype."""
+    config = tensors.read_config(folder)
+    config.dtype = getattr(torch, config.torch_dtype)
     return config
 
 

@@ -11,7 +11,8 @@ import torch
 
 from kimi_k3_serve import checkpoint, loader
 from kimi_k3_serve.checkpoint import CONFIG, shapes
-from kimi_k3_serve.weights import CHUNK, GAINS, kda, routed_experts, tensors, uniform, values
+from kimi_k3_serve.tensors import kda, tensors
+from kimi_k3_serve.weights import CHUNK, GAINS, routed_experts, uniform, values
 
 MOE = {
     **checkpoint.config(heads=8),

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from harness.slices import slice_config, write_slice
 from kimi_k3_serve import fit, launch
+from kimi_k3_serve.cli import main
 from kimi_k3_serve.errors import UserError
 from kimi_k3_serve.profile import GRADES, load, names, parse
 from kimi_k3_serve.topology import Topology
@@ -155,6 +159,35 @@ def test_explain_says_grade_and_room() -> None:
         check=True,
     )
     assert "grade: research" in done.stdout and "195.1 GB of 253.1 GB a GPU" in done.stdout
+
+
+def test_a_smaller_slice_in_a_folder_is_described_and_weighed_by_its_own_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profile cuts a checkpoint to 12 layers, 100.7 GB a GPU; 14.37 GB follow from the folder's 8 small ones."""
+    folder = str(write_slice("kimi-k3", tmp_path))
+    command = ["--profile", "slice-h200-2", "--topology", "tp2"]
+    assert main(["explain", *command, "--model", folder]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "# slice-h200-2: 8 layers on 2x H200; grade: research\n# weights 14.4 GB of 125.4"
+    )
+    assert "num_hidden_layers" not in printed
+    assert main(["explain", *command]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "# slice-h200-2: 12 layers on 2x H200; grade: research\n# weights 100.7 GB of 125.4"
+    )
+    main(["doctor", *command, "--model", folder])
+    assert "weights take 14.4 of 125.4 GB a GPU" in capsys.readouterr().out
+
+
+def test_a_slice_whose_tensors_are_not_known_has_its_share_of_the_layers(tmp_path: Path) -> None:
+    """Of quantised weights a configuration does not tell the bytes."""
+    config = slice_config("kimi-k3") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    profile = launch.load_for("slice-h200-2", tmp_path)
+    assert fit.weights_gb(profile, Topology(2)) == pytest.approx(1560.860324864 * 8 / 93 / 2)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
