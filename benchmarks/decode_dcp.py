@@ -7,7 +7,8 @@
 Kimi-K3's geometry: 96 heads over W ranks, queries of 576 and outputs of 512 BF16 values a head. For each batch, in
 microseconds a layer: device time of a CUDA graph of --layers layers, replayed --repeats times, the median over
 replays of the slowest rank; and what the host takes to enqueue one layer without a graph. Every way is held against
-float64 first; one that is wrong is timed but is no rival, and the steps of a wrong ag_rs are held against float64 too.
+float64 first, and ag_rs step by step; one that is wrong is timed but is no rival. New memory holds NaN meanwhile, so
+that what nobody has written is not taken for an answer that lay there before: its error is null.
 
     gather   nccl         all-gather of the queries, then heads made rank-major
              vllm         the same by vLLM's group, as its MLADCPManager calls it without multicast
@@ -18,18 +19,21 @@ float64 first; one that is wrong is timed but is no rival, and the steps of a wr
              peer         gather and merge, one Triton launch each
 
 Bars: at batch 1 to 8 the peer gather at least 2x faster than vLLM's, gather and merge at least 1.4x faster than the
-fastest right stock way; at every batch never slower. Exit status 1 where one is missed. The stock ways need vLLM, with
-this project's cures (kimi_k3_serve/attention/cures.py); without it they are left out and no bar is judged.
+fastest right stock way; at every batch never slower. Exit status 1 where one is missed. The stock ways need vLLM;
+without it they are left out and no bar is judged. They get this project's cures (kimi_k3_serve/attention/cures.py);
+--uncured takes vLLM as it is, where ag_rs is wrong if vLLM's NCCL wrapper is disabled (VLLM_DISABLE_PYNCCL=1).
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,7 @@ def main() -> None:
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     options.add_argument("--layers", type=int, default=24, help="in a graph")
     options.add_argument("--repeats", type=int, default=50)
+    options.add_argument("--uncured", action="store_true", help="vLLM's own text, without the cures")
     options.add_argument("--json", type=Path)
     args = options.parse_args()
 
@@ -62,7 +67,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     group = stock = None
     if world > 1:
-        group, stock = start(world, rank, device)
+        group, stock = start(world, rank, device, cured=not args.uncured)
     heads = args.heads // world
     geometry = Geometry(heads, LATENT, ROPE, torch.bfloat16, torch.bfloat16, max_tokens=max(args.batches))
     if group is None:
@@ -80,11 +85,15 @@ def main() -> None:
                 "way": name,
                 "us": round(graph, 2),
                 "host_us": round(host, 1),
-                "error": error,
+                "error": finite(error),
             }
+            if steps:
+                row["steps"] = {step: finite(size) for step, size in steps.items()}
             rows.append(row)
             if rank == 0:
-                verdict = "" if error <= ERROR else f"  WRONG by {error:.3g}: {'; '.join(steps)}"
+                verdict = "" if error <= ERROR else f"  WRONG by {error:.3g}"
+                if verdict and steps:
+                    verdict += ": " + "; ".join(f"{step} off by {size:.2g}" for step, size in steps.items())
                 print(
                     f"batch {batch:3d}  {name:18s} {graph:8.2f} us, host {host:7.1f} us{verdict}", flush=True
                 )
@@ -102,8 +111,10 @@ def main() -> None:
                 "torch": torch.__version__,
                 "vllm": None if stock is None else stock["version"],
                 "vllm_nccl": None if stock is None else stock["vllm_nccl"],
+                "cured": None if stock is None else stock["cured"],
             }
-            args.json.write_text(json.dumps({**facts, "bars": bars, "rows": rows}, indent=1) + "\n")
+            text = json.dumps({**facts, "bars": bars, "rows": rows}, indent=1, allow_nan=False)
+            args.json.write_text(text + "\n")
     if group is not None:
         dist.destroy_process_group()
     if not all(bar["met"] for bar in bars):
@@ -113,7 +124,11 @@ def main() -> None:
 def judge(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """One verdict a batch and bar: {"batch", "what", "ratio", "bar", "met", "text"}."""
     for batch in sorted({row["batch"] for row in rows}):
-        right = {row["way"]: row["us"] for row in rows if row["batch"] == batch and row["error"] <= ERROR}
+        right = {
+            row["way"]: row["us"]
+            for row in rows
+            if row["batch"] == batch and row["error"] is not None and row["error"] <= ERROR
+        }
         for what, fast in BARS.items():
             rivals = {way: us for way, us in right.items() if way.startswith(f"{what} vllm")}
             if not rivals:
@@ -132,8 +147,10 @@ def judge(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, Any] | None]:
-    """The NCCL group of all ranks, and vLLM's collectives over it where vLLM is installed."""
+def start(
+    world: int, rank: int, device: torch.device, *, cured: bool = True
+) -> tuple[Any, dict[str, Any] | None]:
+    """The NCCL group of all ranks, and vLLM's collectives over it, `cured` or not, where vLLM is installed."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no path here uses it
     if importlib.util.find_spec("vllm") is None:
         if rank == 0:
@@ -145,7 +162,8 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
     from kimi_k3_serve import vllm_nccl
     from kimi_k3_serve.attention import cures
 
-    cures.install()
+    if cured:
+        cures.install()
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import get_dcp_group, init_distributed_environment, initialize_model_parallel
     from vllm.v1.attention.ops import dcp
@@ -155,7 +173,7 @@ def start(world: int, rank: int, device: torch.device) -> tuple[Any, dict[str, A
         init_distributed_environment(world, rank, "env://", device.index, "nccl")
         initialize_model_parallel(world, decode_context_model_parallel_size=world)
     group = get_dcp_group()
-    facts = {"version": vllm.__version__, "vllm_nccl": vllm_nccl.state(group)}
+    facts = {"version": vllm.__version__, "vllm_nccl": vllm_nccl.state(group), "cured": cured}
     return group.device_group, facts | {"dcp": dcp, "group": group}
 
 
@@ -168,8 +186,8 @@ def ways(
     peer: PeerExchange,
     group: Any,
     stock: dict[str, Any] | None,
-) -> dict[str, tuple[Call, float, list[str]]]:
-    """Name -> one layer's collectives, their largest error on any rank, and the steps of a wrong ag_rs."""
+) -> dict[str, tuple[Call, float, dict[str, float]]]:
+    """Name -> one layer's collectives, their largest error on any rank, and that of each step of ag_rs."""
     generator = torch.Generator(device).manual_seed(batch)
     queries = torch.randn(batch, world * heads, LATENT + ROPE, generator=generator, device=device).bfloat16()
     outputs = torch.randn(world, batch, world * heads, LATENT, generator=generator, device=device).bfloat16()
@@ -193,7 +211,7 @@ def ways(
         return gathered.movedim(0, 1).reshape(batch, world * heads, LATENT + ROPE)
 
     calls: dict[str, Call] = {"gather peer": peer_gather, "both peer": peer_both}
-    steps: list[str] = []
+    steps: dict[str, float] = {}
     if group is not None:
         calls["gather nccl"] = nccl_gather
     if stock is not None:
@@ -227,8 +245,10 @@ def ways(
     found = {}
     for name, call in calls.items():
         truth = queries if name.startswith("gather") else merged
-        error = largest(call().double() - truth.double(), group)
-        found[name] = (call, error, steps if name.endswith("ag_rs") else [])
+        with unwritten_is_nan():
+            result = call()
+        error = largest(result.double() - truth.double(), group)
+        found[name] = (call, error, steps if name.endswith("ag_rs") else {})
     return found
 
 
@@ -240,36 +260,51 @@ def ag_rs_steps(
     outputs: torch.Tensor,
     lses: torch.Tensor,
     rank: int,
-) -> list[str]:
+) -> dict[str, float]:
     """The largest error of each step of vLLM's ag_rs: gathered LSEs, correction, reduce-scatter by either NCCL."""
     dcp, vllm_group = stock["dcp"], stock["group"]
-    world, heads = len(outputs), partial.shape[1] // len(outputs)
-    gathered = vllm_group.all_gather(lse.contiguous(), dim=0).view_as(lses)
-    corrected, _ = dcp.correct_attn_out(partial.clone(), gathered.clone(), rank, None)
+    heads = partial.shape[1] // len(outputs)
     shares = torch.softmax(lses.double(), 0).unsqueeze(-1)
     truth = shares[rank] * outputs[rank].double()
     # What a reduce-scatter of the right addends would give this rank.
     total = (shares * outputs.double()).sum(0)[:, rank * heads : (rank + 1) * heads]
     addend = truth.bfloat16()
-    by_vllm = vllm_group.reduce_scatter(addend.clone(), dim=1)
-    by_torch = addend.new_empty(heads, *addend[:, 0].shape)
-    dist.reduce_scatter_tensor(by_torch, addend.movedim(1, 0).contiguous(), group=group)
+    with unwritten_is_nan():
+        gathered = vllm_group.all_gather(lse.contiguous(), dim=0).view_as(lses)
+        corrected, _ = dcp.correct_attn_out(partial.clone(), gathered.clone(), rank, None)
+        by_vllm = vllm_group.reduce_scatter(addend.clone(), dim=1)
+        by_torch = addend.new_empty(heads, *addend[:, 0].shape)
+        dist.reduce_scatter_tensor(by_torch, addend.movedim(1, 0).contiguous(), group=group)
     errors = {
         "gathered LSEs": gathered.double() - lses.double(),
         "correction": corrected.double() - truth,
         "reduce-scatter by vLLM": by_vllm.double() - total,
         "reduce-scatter by torch": by_torch.movedim(0, 1).double() - total,
     }
-    assert world == dist.get_world_size(group)
-    return [f"{name} off by {largest(error, group):.2g}" for name, error in errors.items()]
+    return {name: largest(error, group) for name, error in errors.items()}
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """New memory is filled with NaN: what a collective left unwritten could else be an earlier, right result."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def largest(error: torch.Tensor, group: Any) -> float:
     """Largest magnitude on any rank; infinite where it is not a number."""
-    size = error.abs().max().nan_to_num(nan=torch.inf).float().cuda()
+    size = error.abs().max().nan_to_num(nan=torch.inf).float()
     if group is not None:
         dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
     return size.item()
+
+
+def finite(error: float) -> float | None:
+    """JSON has no infinity."""
+    return error if math.isfinite(error) else None
 
 
 def time_a_layer(call: Call, layers: int, repeats: int, group: Any) -> tuple[float, float]:

@@ -18,8 +18,9 @@ An arm is right when it agrees with the reference, with TP2 and with itself in c
 position.
 
 FOLDER gets parity.json, the table that is printed, and each arm's log. An arm that dies is reported with its last
-words; it fails the run only if it is not one that is expected to die. An arm that is given up before it has answered
-is reported as late, with how far it came, and fails the run.
+words, and fails the run. An arm that is given up before it has answered is reported as late, with how far it came, and
+fails the run. Uncured arms, vLLM without this project's cures, run only where --arms names them; they may be wrong and
+may die. What each arm's vLLM says of its own NCCL wrapper, on which ag_rs depends, stands in parity.json.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from decode_arms import ARMS, CONFIG, GRAPHS, LENGTHS, OUTPUT_TOKENS, slug
+from decode_arms import ARMS, CONFIG, GRAPHS, LENGTHS, OUTPUT_TOKENS, UNCURED, slug
 from decode_verdict import judge, last_words, progress, progress_file, table
 
 from harness.slices import FULL_ATTENTION, slice_config
@@ -58,7 +59,8 @@ def main() -> None:
     )
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--slice", choices=["small", *FULL_ATTENTION], default="small", help="the model")
-    options.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    served = [name for name in ARMS if name not in UNCURED]
+    options.add_argument("--arms", nargs="+", choices=list(ARMS), default=served)
     options.add_argument("--together", type=int, default=6, help="engines that are up at once")
     options.add_argument("--tolerance", type=float, default=0.3, help="largest accepted difference in nats")
     options.add_argument("--timeout", type=float, default=420.0, help="seconds until an arm is given up")
@@ -237,6 +239,7 @@ def answer(name: str, out: Path) -> None:
         together = forced(engine, prompts, reference)
         reached("answered")
     result: dict[str, Any] = {"seconds": times, "alone": alone, "together": together}
+    result["vllm_nccl"] = engine.collective_rpc("nccl_state")[0]
     if probes:
         from decode_probe import steps
 

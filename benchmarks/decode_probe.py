@@ -6,6 +6,7 @@
 replays without Python.
 """
 
+import inspect
 import math
 import os
 from pathlib import Path
@@ -15,13 +16,21 @@ import torch
 
 RECORDED_STEP = 2  # counted from 1: the second decode of the request, whose first one wrote a row of its own
 
-if os.environ.get("DECODE_PROBE_UNCURED") == "1":
-    # Upstream's own text of the implementation that the plugin cures, to see what it does.
-    from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
 
-    FlashAttnMLAImpl.forward_mqa = getattr(
-        FlashAttnMLAImpl.forward_mqa, "__wrapped__", FlashAttnMLAImpl.forward_mqa
-    )
+def uncure() -> None:
+    """Put upstream's own text back where the plugin has cured it, to see what it does."""
+    from kimi_k3_serve.attention import cures
+    from kimi_k3_serve.source_lock import resolve
+
+    for name in cures.EDITS:
+        owner, attribute = resolve(name)
+        found = inspect.getattr_static(owner, attribute)
+        if hasattr(found, "edits"):
+            setattr(owner, attribute, found.__wrapped__)
+
+
+if os.environ.get("DECODE_PROBE_UNCURED") == "1":
+    uncure()  # vLLM has loaded its plugins before a worker's extension
 
 
 class DecodeProbe:
@@ -36,6 +45,13 @@ class DecodeProbe:
         for name, layer in context.items():
             if hasattr(getattr(layer, "impl", None), "forward_mqa"):
                 record(layer, self.probed.setdefault(name, {"count": 0}))
+
+    def nccl_state(self) -> dict[str, Any]:
+        from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
+
+        from kimi_k3_serve import vllm_nccl
+
+        return vllm_nccl.state(get_tp_group(), get_dcp_group())
 
     def end_probe(self, prefix: str) -> int:
         from vllm.distributed.parallel_state import get_dcp_group

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode_arms import ARMS, LENGTHS, OUTPUT_TOKENS, slug
+from decode_arms import LENGTHS, OUTPUT_TOKENS, UNCURED, slug
 
 from harness.parity import logprob_distance
 
@@ -57,7 +57,7 @@ def judge(
         if name not in answers:
             row: dict[str, Any] = {"arm": name, "seconds": progress(out, name), **ended[name]}
             if "died" in row:
-                row["expected"] = bool(ARMS[name].get("dies"))
+                row["expected"] = name in UNCURED
                 row["words"] = last_words(out / f"{slug(name)}.log")
             ok &= row.get("expected", False)
             rows.append(row)
@@ -77,8 +77,8 @@ def judge(
         missing = max(pair["missing"] for pair in found.values())
         row["right"] = agrees and not missing
         row["verdict"] = "right" if row["right"] else f"{missing} positions missing" if agrees else "WRONG"
-        row["steps"] = mine.get("steps")
-        ok &= row["right"] or bool(ARMS[name].get("dies"))
+        row["steps"], row["vllm_nccl"] = mine.get("steps"), mine.get("vllm_nccl")
+        ok &= row["right"] or name in UNCURED
         rows.append(row)
     first = {entry[0]["token"] for entry in reference.values()}
     return {
@@ -115,18 +115,18 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: fl
 def table(report: Mapping[str, Any]) -> list[str]:
     lines = [
         f"nats; largest difference of a prefill / of a decode (median) positions beyond {report['tolerance']}",
-        f"{'arm':18s} {'alone vs reference':>27s} {'together vs reference':>27s} {'alone vs together':>27s}"
+        f"{'arm':22s} {'alone vs reference':>27s} {'together vs reference':>27s} {'alone vs together':>27s}"
         f" {'alone vs tp2':>27s}  verdict",
     ]
     for row in report["arms"]:
         if "late" in row:
             late = f"not answered within {row['late']['limit_s']:g} s of its {row['late']['since']}"
             loaded = f"loaded after {row['seconds']['loaded']:g} s" if row["seconds"] else "not loaded"
-            lines.append(f"{row['arm']:18s} late: {late} ({loaded})")
+            lines.append(f"{row['arm']:22s} late: {late} ({loaded})")
             continue
         if "died" in row:
             kind = "as expected" if row["expected"] else "NOT expected"
-            lines.append(f"{row['arm']:18s} died ({kind}): {row['words']}")
+            lines.append(f"{row['arm']:22s} died ({kind}): {row['words']}")
             continue
         cells = []
         for key in ("alone vs reference", "together vs reference", "alone vs together", "alone vs tp2"):
@@ -138,11 +138,11 @@ def table(report: Mapping[str, Any]) -> list[str]:
                 else "-"
             )
         lines.append(
-            f"{row['arm']:18s} " + " ".join(f"{cell:>27s}" for cell in cells) + f"  {row['verdict']}"
+            f"{row['arm']:22s} " + " ".join(f"{cell:>27s}" for cell in cells) + f"  {row['verdict']}"
         )
     for row in report["arms"]:
         for step in row.get("steps") or []:
-            lines.append(f"{row['arm']:18s} {step}")
+            lines.append(f"{row['arm']:22s} {step}")
     return lines
 
 

@@ -2,7 +2,10 @@
 import ast
 import importlib
 import inspect
+import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,10 @@ import torch
 from kimi_k3_serve import source_lock
 from kimi_k3_serve.attention import cures
 from kimi_k3_serve.patch import edited
+from kimi_k3_serve.source_lock import resolve
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+REDUCE_SCATTER = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator.reduce_scatter"
 
 
 def test_every_cured_text_is_locked() -> None:
@@ -68,7 +75,6 @@ def test_a_reduce_scatter_without_vllms_nccl_goes_through_torch(
     monkeypatch: pytest.MonkeyPatch, disabled: bool
 ) -> None:
     """Upstream's text returns memory that nobody has written where its NCCL wrapper is disabled."""
-    from vllm.distributed.device_communicators import base_device_communicator, cuda_communicator
 
     class Wrapper:
         def __init__(self) -> None:
@@ -82,14 +88,108 @@ def test_a_reduce_scatter_without_vllms_nccl_goes_through_torch(
         output.copy_(given.chunk(2)[1])
 
     monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", by_torch)
-    name = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator.reduce_scatter"
-    communicator = object.__new__(cuda_communicator.CudaCommunicator)
-    communicator.world_size, communicator.pynccl_comm, communicator.device_group = 2, Wrapper(), None
     partial = torch.arange(24.0).view(3, 4, 2)
-    found = edited(name, cures.EDITS[name])(communicator, partial, dim=1)
+    found = edited(REDUCE_SCATTER, cures.EDITS[REDUCE_SCATTER])(communicator(Wrapper()), partial, dim=1)
     expected = partial[:, 2:] if disabled else torch.full((3, 2, 2), 2.0)
     assert torch.equal(found, expected) and found.is_contiguous()
-    assert isinstance(communicator, base_device_communicator.DeviceCommunicatorBase)
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("decode_dcp")
+
+
+def communicator(wrapper: Any) -> Any:
+    """vLLM's, of the first of two ranks."""
+    owner, _ = resolve(REDUCE_SCATTER)
+    made = object.__new__(owner)
+    made.world_size, made.pynccl_comm, made.device_group = 2, wrapper, None
+    return made
+
+
+@pytest.mark.parametrize("cured", [False, True])
+def test_the_decode_benchmark_names_the_step_of_ag_rs_that_is_wrong(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, cured: bool
+) -> None:
+    """Rank 0 of 2, vLLM's NCCL wrapper disabled: upstream's own text and the cured one."""
+    torch.manual_seed(0)
+    outputs, lses = torch.randn(2, 1, 4, 8).bfloat16(), torch.randn(2, 1, 4)
+    shares = torch.softmax(lses.double(), 0).unsqueeze(-1)
+    total = (shares * outputs.double()).sum(0)[:, :2].bfloat16()
+
+    def by_torch(output: torch.Tensor, given: torch.Tensor, group: object) -> None:
+        output.copy_(total.movedim(1, 0))
+
+    def correct(
+        out: torch.Tensor, gathered: torch.Tensor, rank: int, ctx: object
+    ) -> tuple[torch.Tensor, None]:
+        return (torch.softmax(gathered, 0)[rank].unsqueeze(-1) * out).bfloat16(), None
+
+    class Disabled:
+        disabled = True
+
+        def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor) -> None: ...
+
+    scatter = edited(REDUCE_SCATTER, cures.EDITS[REDUCE_SCATTER])
+    if not cured:
+        scatter = scatter.__wrapped__
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", by_torch)
+    group = SimpleNamespace(
+        all_gather=lambda lse, dim: lses.flatten(0, 1),
+        reduce_scatter=lambda addend, dim: scatter(communicator(Disabled()), addend, dim),
+    )
+    stock = {"dcp": SimpleNamespace(correct_attn_out=correct), "group": group}
+    steps = benchmark.ag_rs_steps(stock, None, outputs[0], lses[0], outputs, lses, 0)
+    wrong = {step for step, error in steps.items() if error > benchmark.ERROR}
+    assert len(steps) == 4 and wrong == (set() if cured else {"reduce-scatter by vLLM"})
+    assert not torch.are_deterministic_algorithms_enabled()
+    written = {step: benchmark.finite(error) for step, error in steps.items()}
+    assert (written["reduce-scatter by vLLM"] is not None) == cured
+    json.dumps(written, allow_nan=False)
+
+
+def test_a_way_whose_answer_is_not_a_number_is_no_rival(benchmark: Any) -> None:
+    times = {"both vllm+ag_rs": (1.0, None), "both vllm+a2a": (30.0, 0.01), "both peer": (10.0, 0.01)}
+    rows = [{"batch": 1, "way": way, "us": us, "error": error} for way, (us, error) in times.items()]
+    (bar,) = benchmark.judge(rows)
+    assert bar["ratio"] == 3.0 and bar["met"]
+
+
+@pytest.mark.parametrize("cured", [True, False])
+def test_the_decode_benchmark_takes_vllm_as_it_is_where_asked(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, cured: bool
+) -> None:
+    import vllm.distributed
+
+    from kimi_k3_serve import vllm_nccl
+
+    installed: list[str] = []
+    monkeypatch.setattr(cures, "install", lambda: installed.append("cures"))
+    monkeypatch.setattr(vllm.distributed, "init_distributed_environment", lambda *_: None)
+    monkeypatch.setattr(vllm.distributed, "initialize_model_parallel", lambda *_, **__: None)
+    monkeypatch.setattr(vllm.distributed, "get_dcp_group", lambda: SimpleNamespace(device_group=None))
+    monkeypatch.setattr(vllm_nccl, "state", lambda group: {"active": False})
+    _, stock = benchmark.start(2, 0, torch.device("cuda", 0), cured=cured)
+    assert stock["cured"] == cured == bool(installed)
+
+
+def test_a_workers_cures_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the uncured arms of benchmarks/decode_parity.py."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    probe = importlib.import_module("decode_probe")
+    names = [name for name in cures.EDITS if "distributed" in name]  # the others cannot be imported on a CPU
+    monkeypatch.setattr(cures, "EDITS", {name: cures.EDITS[name] for name in names})
+    texts = {}
+    for name in names:
+        owner, attribute = resolve(name)
+        texts[name] = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, texts[name])
+    cures.install()
+    assert all(hasattr(getattr(*resolve(name)), "edits") for name in names)
+    for _ in range(2):
+        probe.uncure()
+        assert {name: getattr(*resolve(name)) for name in names} == texts
 
 
 def test_the_plugin_installs_the_cures_on_gpus_only() -> None:

@@ -53,7 +53,7 @@ def test_an_arm_that_was_given_too_little_time_is_late_and_not_dead(
     assert report["arms"] == [{"arm": "tp2", "seconds": progress or {}, "late": late}]
     assert not report["ok"]
     assert verdict.table(report)[2:] == [
-        f"tp2                late: not answered within 200 s of its start ({loaded})"
+        f"tp2                    late: not answered within 200 s of its start ({loaded})"
     ]
 
 
@@ -63,6 +63,40 @@ def test_also_an_arm_that_may_die_fails_the_run_where_it_is_late(verdict: Any, t
     late = {"limit_s": 200.0, "since": "turn"}
     assert not verdict.judge(out, [arm], {arm: {"late": late}}, 0.3)["ok"]
     assert verdict.judge(out, [arm], {arm: {"died": 1}}, 0.3)["ok"]
+
+
+def test_uncured_arms_are_asked_for_by_name_and_may_be_wrong(
+    verdict: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity = importlib.import_module("decode_parity")
+    asked: list[str] = []
+
+    def run(args: Any) -> None:
+        asked.extend(args.arms)
+        raise SystemExit
+
+    monkeypatch.setattr(parity, "run", run)
+    for index, more in enumerate(([], ["--arms", "tp2", "triton+ag_rs uncured"])):
+        asked.clear()
+        monkeypatch.setattr("sys.argv", ["decode_parity.py", "--out", str(tmp_path / str(index)), *more])
+        with pytest.raises(SystemExit):
+            parity.main()
+        assert [name for name in asked if name.endswith("uncured")] == more[2:]
+    assert len(verdict.UNCURED) == 6  # three kernels, two exchanges
+
+    tops = [[{"1": 0.0, "2": -5.0}] * 2, [{"1": -5.0, "2": 0.0}] * 2]
+    expected = {"id": "p", "tokens": [1, 1], "top_logprobs": tops[0]}
+    out = folder(tmp_path, "tp2", "")
+    (out / "reference.json").write_text(json.dumps([expected]))
+    monkeypatch.setattr(verdict, "OUTPUT_TOKENS", 2)
+    answers = {"p": [{"token": 2, "top": top, "decoded": True} for top in tops[1]]}
+    nccl = {"active": False, "reason": "VLLM_DISABLE_PYNCCL is set"}
+    answer = {"seconds": {}, "alone": answers, "together": answers, "vllm_nccl": nccl}
+    for name, ok in (("triton+ag_rs uncured", True), ("triton+ag_rs", False)):
+        (out / f"{verdict.slug(name)}.json").write_text(json.dumps(answer))
+        report = verdict.judge(out, [name], {}, 0.3)
+        assert report["ok"] == ok
+        assert report["arms"][0]["verdict"] == "WRONG" and report["arms"][0]["vllm_nccl"] == nccl
 
 
 @pytest.mark.parametrize(
@@ -82,4 +116,4 @@ def test_the_last_words_of_a_death_are_an_error(verdict: Any, tmp_path: Path, lo
     (row,) = report["arms"]
     assert row["died"] == 1 and not row["expected"] and not report["ok"]
     assert row["words"].endswith(words)
-    assert verdict.table(report)[2].startswith("tp2                died (NOT expected): ")
+    assert verdict.table(report)[2].startswith("tp2                    died (NOT expected): ")
