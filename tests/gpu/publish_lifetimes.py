@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from publish_group import BF16, DELAY, FP8, World, differing
 from publish_stock import Inputs
-from publish_world import LATE, MUTATIONS, SENTINEL, STEPS, changed_elsewhere
+from publish_world import LATE, MUTATIONS, SENTINEL, STEPS, Protocol, changed_elsewhere
 
 from kimi_k3_serve.publish.layout import SLOTS
 from kimi_k3_serve.publish.publisher import Publisher
@@ -37,26 +37,23 @@ def layers(
 ) -> torch.Tensor:
     """Rows that are wrong in layers of three chunks, with rank `late` late by `cycles` at every step `where`."""
     wrong = torch.zeros((), dtype=torch.int64, device=world.device)
-    epochs = source.rank.epochs
-    frozen = int(epochs[0])
+    protocol = Protocol(mutate, source.rank.epochs)
 
     def delay(here: str) -> None:
         if world.rank == late and here == where:
             torch.cuda._sleep(cycles)
 
-    for index, (inputs, wanted) in enumerate(pool):
-        slot = 0 if mutate == "one slot" else index % 3 % SLOTS
+    for (inputs, wanted), (slot, ends_layer) in zip(pool, protocol.turns(len(pool)), strict=True):
         delay("before publishing")
-        if mutate == "frozen epoch":
-            epochs.fill_(frozen)
-        wait = where != "before waiting" and mutate != "no wait"
+        protocol.before_push()
+        wait = where != "before waiting" and protocol.waits
         source.rank.push(inputs.cache, inputs.table, inputs.chunk, slot, 0, wait=wait)
         if where == "before waiting":
             delay(where)
             source.rank.wait(slot, 0)
         delay("while consuming")
         wrong += differing(source.valid(inputs.chunk, slot, 0), wanted)
-        if index % 3 == 2 and mutate != "no output collective":
+        if ends_layer:
             world.output_collective()
     return wrong
 

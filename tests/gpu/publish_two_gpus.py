@@ -126,8 +126,8 @@ def graphs_replay(world: World, dtype: torch.dtype, replays: int) -> dict[str, A
     return {"wrong": wrong, "replays": replays}
 
 
-def soak(world: World, dtype: torch.dtype, publications: int, *, waits: bool = True) -> dict[str, Any]:
-    """Random chunks, random layers, random delays on either rank. With waits=False the control: rows must differ."""
+def soak(world: World, dtype: torch.dtype, publications: int) -> dict[str, Any]:
+    """Random chunks, random layers, random delays on either rank."""
     source, shared = world.publisher(dtype), random.Random(1)
     mine, pool = random.Random(2 + world.rank), []
     for seed in range(24):
@@ -146,11 +146,7 @@ def soak(world: World, dtype: torch.dtype, publications: int, *, waits: bool = T
         inputs, wanted = shared.choice(pool)
         longest = max(longest, inputs.chunk.num_rows)
         delay()
-        if waits:
-            found = gather(source, inputs, slot)
-        else:
-            source.rank.push(inputs.cache, inputs.table, inputs.chunk, slot, 0)
-            found = source.valid(inputs.chunk, slot, 0)
+        found = gather(source, inputs, slot)
         delay()
         wrong += differing(found, wanted)
         slot = (slot + 1) % SLOTS
@@ -209,7 +205,6 @@ def main() -> None:
         "graph replays fp8, scaled": lambda: graphs_replay(world, FP8, args.replays),
         "soak bf16": lambda: soak(world, BF16, args.publications),
         "soak fp8, scaled": lambda: soak(world, FP8, args.publications // 2),
-        "control: without the wait rows differ": lambda: soak(world, BF16, 300, waits=False),
         "a late rank is named": lambda: late_rank_is_named(world),
     }
     for name, check in checks.items():

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks, caches and expected planes for the GPU tests and the benchmark, without vLLM."""
+"""Chunks, caches, expected planes and faults of the protocol for tests and the benchmark, without vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from kimi_k3_serve.publish.chunks import DeviceChunk, Geometry, upload
-from kimi_k3_serve.publish.layout import Layout
+from kimi_k3_serve.publish.layout import SLOTS, Layout
 
 LATENT, ROPE = 512, 64
 SENTINEL = 0x7A
@@ -22,6 +22,29 @@ MUTATIONS = {
 """Faults of the protocol, and where a late rank shows each."""
 LATE = 100_000_000
 """Clock cycles, about 50 ms: the other ranks get as far as a fault lets them."""
+
+
+class Protocol:
+    """What a rank does in layers of three chunks, the last of a layer in slot 0, where the next begins.
+
+    With a fault, one of `MUTATIONS`: all chunks in one slot, no wait for the others, an epoch that does not advance, no
+    output collective at a layer's end.
+    """
+
+    def __init__(self, fault: str, epochs: torch.Tensor | list[int]) -> None:
+        """`epochs`: of the rank's publisher, by ubatch; only the first is used."""
+        self.fault, self.waits, self._epochs, self._frozen = fault, fault != "no wait", epochs, int(epochs[0])
+        epochs[0] = self._frozen  # so that nothing is loaded while a rank waits
+
+    def turns(self, chunks: int) -> Iterator[tuple[int, bool]]:
+        """Of each chunk its slot, and whether an output collective follows it."""
+        for index in range(chunks):
+            slot = 0 if self.fault == "one slot" else index % 3 % SLOTS
+            yield slot, index % 3 == 2 and self.fault != "no output collective"
+
+    def before_push(self) -> None:
+        if self.fault == "frozen epoch":
+            self._epochs[0] = self._frozen
 
 
 def geometry(contexts: Sequence[int], world_size: int, starts: Sequence[int] | None = None) -> Geometry:

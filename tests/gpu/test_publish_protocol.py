@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from publish_streams import CONTEXTS, CUDA, DELAY, Ranks, split
-from publish_world import LATE, LATENT, MUTATIONS, ROPE, SENTINEL, PagedWorld, changed_elsewhere
+from publish_world import LATE, LATENT, MUTATIONS, ROPE, SENTINEL, PagedWorld, Protocol, changed_elsewhere
 
 from kimi_k3_serve.publish.layout import SLOTS
 
@@ -113,25 +113,20 @@ def test_ubatches_interleave(world_size: int) -> None:
 
 def wrong_rows(ranks: Ranks, batches: list[Batch], where: str, mutate: str = "") -> int:
     """Rows that any rank sees wrong in layers of three chunks, with the last rank late at every step `where`."""
-    epochs = [source.rank.epochs for source in ranks.publishers]
-    frozen = [int(epoch[0]) for epoch in epochs]
-    for epoch, value in zip(epochs, frozen, strict=True):
-        epoch.fill_(value)  # nothing is loaded while a rank waits
+    protocols = [Protocol(mutate, source.rank.epochs) for source in ranks.publishers]
 
     def delay(rank: int, here: str) -> None:
         if rank == ranks.world_size - 1 and here == where:
             torch.cuda._sleep(LATE)
 
     torch.cuda.synchronize()
-    for index, batch in enumerate(batches):
+    for batch, (slot, ends_layer) in zip(batches, protocols[0].turns(len(batches)), strict=True):
         batch.use(ranks)
-        slot = 0 if mutate == "one slot" else index % 3 % SLOTS
 
         def publish(rank: int, slot: int = slot) -> None:
             delay(rank, "before publishing")
-            if mutate == "frozen epoch":
-                epochs[rank].fill_(frozen[rank])
-            ranks.push(rank, slot, 0, wait=mutate != "no wait")
+            protocols[rank].before_push()
+            ranks.push(rank, slot, 0, wait=protocols[rank].waits)
 
         def consume(rank: int, slot: int = slot, batch: Batch = batch) -> None:
             delay(rank, "while consuming")
@@ -139,7 +134,7 @@ def wrong_rows(ranks: Ranks, batches: list[Batch], where: str, mutate: str = "")
 
         ranks.each(publish)
         ranks.each(consume)
-        if index % 3 == 2 and mutate != "no output collective":
+        if ends_layer:
             ranks.collective()
     torch.cuda.synchronize()
     return sum(batch.wrong() for batch in batches)

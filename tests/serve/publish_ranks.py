@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ import torch.multiprocessing as mp
 from context_cases import chunks, geometry
 from vllm.model_executor.layers.attention.mla_attention import reorg_kvcache
 
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from publish_world import LATENT, MUTATIONS, ROPE, SENTINEL, STEPS, Protocol
+
 from kimi_k3_serve.publish.chunks import upload
 from kimi_k3_serve.publish.collective import Collective
 from kimi_k3_serve.publish.layout import SLOTS, Layout
@@ -28,11 +32,10 @@ from kimi_k3_serve.publish.publisher import Publisher
 from kimi_k3_serve.symmetric import Region, connect
 from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 
-LATENT, ROPE, BLOCK, CPU = 512, 64, 4, torch.device("cpu")
+BLOCK, CPU = 4, torch.device("cpu")
 DELAY_S = 0.1
 MUTATION_DELAY_S = 0.8
 """Once, where the fault must show: long enough for ranks that share a core, at W = 8 twice as long."""
-SENTINEL = 0x7A
 
 
 class Differs(Exception):
@@ -261,50 +264,48 @@ def lifetimes(
 
     Args:
         where: the delayed rank sleeps "before publishing", "before waiting" or "while consuming".
-        mutate: what is wrong: "one slot", "no wait", "frozen epoch" or "no output collective".
+        mutate: what is wrong, one of `MUTATIONS`.
     """
     local = 4
     world = World(rank, world_size, torch.bfloat16, [3 * local * world_size], workspace=local * world_size)
     assert len(world.chunks) == 3
     source = publisher(world, implementation)
     late = rank == world_size - 1
-    push, pause, epochs = source.rank.push, source.rank.wait, source.rank.epochs
+    push, pause, protocol = source.rank.push, source.rank.wait, Protocol(mutate, source.rank.epochs)
     split = where == "before waiting" or mutate == "no wait"
 
-    at = (0, 0)
+    at = 0
 
     def delay(here: str) -> None:
         if late and here == where:
             if not mutate:
                 time.sleep(DELAY_S)
-            elif at == (0, 1 if mutate == "one slot" else 2):
+            elif at == (1 if mutate == "one slot" else 2):
                 time.sleep(MUTATION_DELAY_S * max(1, world_size // 4))
 
     def delayed_push(*arguments: Any, wait: bool) -> None:
         """One launch for both steps where nothing is to come between them."""
         delay("before publishing")
-        if mutate == "frozen epoch":
-            epochs[0] = 0
+        protocol.before_push()
         push(*arguments, wait=wait and not split)
         if split:
             delay("before waiting")
-            if mutate != "no wait":
+            if protocol.waits:
                 pause(*arguments[-2:])
 
     source.rank.push = delayed_push  # type: ignore[method-assign,assignment]
     wrong = []
-    for layer in range(3):
-        # Other rows in each layer, so that a stale plane cannot pass for a fresh one.
-        world.raw.bitwise_xor_(0x11 * (layer + 1))
-        for index in range(3):
-            at = (layer, index)
-            planes = world.gather(source, index, 0 if mutate == "one slot" else index % SLOTS)
-            delay("while consuming")
-            try:
-                world.compare(index, planes)
-            except Differs as error:
-                wrong.append(f"layer {layer}: {error}")
-        if mutate != "no output collective":
+    for at, (slot, ends_layer) in enumerate(protocol.turns(9)):
+        layer, index = divmod(at, 3)
+        if index == 0:  # other rows in each layer, so that a stale plane cannot pass for a fresh one
+            world.raw.bitwise_xor_(0x11 * (layer + 1))
+        planes = world.gather(source, index, slot)
+        delay("while consuming")
+        try:
+            world.compare(index, planes)
+        except Differs as error:
+            wrong.append(f"layer {layer}: {error}")
+        if ends_layer:
             dist.all_reduce(torch.ones(1))
     if wrong:
         raise Differs("; ".join(wrong))
@@ -325,13 +326,6 @@ def late_rank_is_named(rank: int, world_size: int, implementation: str) -> None:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
-DELAYS = ("before publishing", "before waiting", "while consuming")
-MUTATIONS = {
-    "one slot": "while consuming",
-    "no wait": "before publishing",
-    "frozen epoch": "before publishing",
-    "no output collective": "while consuming",
-}
 
 
 def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
@@ -356,7 +350,7 @@ def cases(world_size: int) -> dict[str, Callable[[int, int], None]]:
             if kind == "triton":
                 add(f"{kind}: multicast stand-in", multicast_stand_in, kind)
             add(f"{kind}: late rank is named", late_rank_is_named, kind)
-        for where in DELAYS if every else DELAYS[-1:]:
+        for where in STEPS if every else STEPS[-1:]:
             add(f"{kind}: late {where}", lifetimes, kind, where)
         if every:
             for mutate, where in MUTATIONS.items():
