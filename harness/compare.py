@@ -21,7 +21,7 @@ from harness.report.plots import drawn_plots
 from harness.report.summary import build_summary
 from harness.report.tables import markdown_report
 from harness.store import Cell, CellKey, RunStore
-from harness.validity import valid_cells
+from harness.validity import cells_that_count
 
 DECLARED = ("shared_cores", "no_preemption")
 """What a run says of itself, by which its cells are judged."""
@@ -55,7 +55,7 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
         kept = {a["name"] for a in wanted}
         measured = list(store.cells())
         cells += [_relabelled(cell, label) for cell in measured if cell.key.arm in kept]
-        verdicts.append(parity_of(manifest, valid_cells(manifest, measured)))
+        verdicts.append(parity_of(manifest, cells_that_count(manifest, measured)))
     # What one run refused is no result beside another run either.
     parity = next((verdict for verdict in verdicts if verdict and not verdict["ok"]), None)
     points = [m["client_calibration"] for m in manifests if m.get("client_calibration")]

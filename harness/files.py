@@ -4,6 +4,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -54,9 +55,15 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` once everything is written. UserError where it cannot be."""
+    """A name to write to, which becomes `path` once everything is written. UserError where it cannot be.
+
+    What processes left that were killed while they wrote `path` is removed.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # no other process writes into it
     try:
+        for killed in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+            if not _lives(killed.name.split(".")[-2]):
+                killed.unlink(missing_ok=True)
         yield partial
         partial.replace(path)
     except OSError as error:
@@ -65,6 +72,17 @@ def whole(path: Path) -> Iterator[Path]:
         cause = os.strerror(error.errno) if error.errno else one_line(str(error))
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         raise UserError(f"cannot write {path}: {cause}; {remedy}, what was measured is kept") from error
+
+
+def _lives(pid: str) -> bool:
+    """Whether a process has this number, or nobody knows."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, PermissionError):
+        return True
+    return True
 
 
 _claims: dict[Path, int] = {}

@@ -77,7 +77,7 @@ def evidence_by_cell(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> dict
     return found
 
 
-def valid_cells(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[Cell]:
+def cells_that_count(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[Cell]:
     """The cells of a run that count."""
     evidence = evidence_by_cell(manifest, cells)
     return [cell for cell in cells if judge(evidence[cell.key]).valid]

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process at a time in a run's folder; what else files.py promises is shown where it is used (test_gates.py)."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from builders import manifest, small_trace
 
+from harness.cli import main
 from harness.errors import UserError
 from harness.files import claim
 from harness.store import RunStore
@@ -37,3 +40,16 @@ def test_a_folder_is_one_process_s_until_it_dies(tmp_path: Path) -> None:
         other.wait()
     claim(tmp_path)
     claim(tmp_path)  # its own already
+
+
+def test_the_next_report_removes_what_a_killed_one_left_half_written(tmp_path: Path) -> None:
+    """And nothing of a process that still writes."""
+    run, trace = tmp_path / "run [1]", small_trace()
+    RunStore.create(run, manifest(trace), trace)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as killed:
+        killed.wait()
+    (run / f"summary.json.{killed.pid}.tmp").touch()
+    (run / f"report.html.{killed.pid}.tmp").touch()
+    (run / f"table.md.{os.getppid()}.tmp").touch()
+    assert main(["report", str(run)]) == 0
+    assert [path.name for path in run.glob("*.tmp")] == [f"table.md.{os.getppid()}.tmp"]
