@@ -110,23 +110,22 @@ class DecodeCollectives:
         """`way`: how decode travels and why, for the proof."""
         self.group, self.exchange, self.way = group, exchange, way
 
-    def fits(self, tokens: int) -> bool:
-        if self.exchange is None:
-            return False
-        if tokens <= self.exchange.geometry.max_tokens:
-            return True
+    def exchange_of(self, tokens: int) -> PeerExchange | None:
+        """What a batch of so many tokens goes over; None: NCCL."""
+        if self.exchange is None or tokens <= self.exchange.geometry.max_tokens:
+            return self.exchange
         logger.info_once(
             "Decode batch of more than %d tokens: gathered and merged over NCCL, not over peers (%s).",
             self.exchange.geometry.max_tokens,
             MAX_TOKENS,
         )
-        return False
+        return None
 
     def gather(self, nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """[B, H, L] and [B, H, P] -> [B, W * H, L + P]."""
-        if self.exchange is not None and self.fits(nope.shape[0]):
+        if exchange := self.exchange_of(nope.shape[0]):
             mark_used("peer_query_gather")
-            return self.exchange.gather(nope, rope, dbo_current_ubatch_id())
+            return exchange.gather(nope, rope, dbo_current_ubatch_id())
         mark_used("collective_query_gather")
         gathered: torch.Tensor = self.group.all_gather(torch.cat([nope, rope], dim=-1), dim=1)
         return gathered
@@ -141,10 +140,10 @@ class DecodeCollectives:
         base_e: bool,
     ) -> torch.Tensor:
         """[B, W * H, L] and [B, W * H] -> [B, H, L]."""
-        if self.exchange is not None and self.fits(partial.shape[0]):
+        if exchange := self.exchange_of(partial.shape[0]):
             mark_used("peer_decode_merge")
             ubatch = dbo_current_ubatch_id()
-            return self.exchange.merge(partial, lse, seq_lens, query_start_loc, base_e=base_e, ubatch=ubatch)
+            return exchange.merge(partial, lse, seq_lens, query_start_loc, base_e=base_e, ubatch=ubatch)
         mark_used("collective_decode_merge")
         merged: torch.Tensor = dcp_a2a_lse_reduce(
             partial,

@@ -162,8 +162,8 @@ class PeerExchange:
         self,
         partial: torch.Tensor,
         lse: torch.Tensor,
-        seq_lens: torch.Tensor | None = None,
-        query_start_loc: torch.Tensor | None = None,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
         *,
         base_e: bool = True,
         ubatch: int = 0,
@@ -173,45 +173,40 @@ class PeerExchange:
         Args:
             partial: [B, W * H, latent] over this rank's shard, strides as in `gather`.
             lse: [B, W * H] in any strides and floating dtype; natural logarithm, or base 2 with `base_e` off.
-            seq_lens: [requests] int32, rows in this shard, with query_start_loc: [requests + 1] int32; they mark
-                empty shards.
+            seq_lens: [requests] int32, rows in this shard: where there is none, the shard is empty.
+            query_start_loc: [requests + 1] int32, first token of each request; what follows the last one is padding.
 
         Returns:
             [B, H, latent], a new tensor.
 
         Raises:
             RendezvousTimeout: a rank did not come to an earlier call.
-            ValueError: shapes, dtypes or strides that do not fit; one of seq_lens and query_start_loc alone.
+            ValueError: shapes, dtypes or strides that do not fit.
         """
         g, tokens, world = self.geometry, partial.shape[0], self.world_size
         self.check(partial, (tokens, world * g.heads, g.latent), g.output_dtype)
         if lse.shape != partial.shape[:2]:
             raise ValueError(f"LSE of shape {tuple(lse.shape)} for outputs of shape {tuple(partial.shape)}")
+        requests = len(seq_lens)
+        if len(query_start_loc) != requests + 1:
+            raise ValueError(
+                f"{len(query_start_loc)} starts of {requests} requests; {requests + 1} are needed"
+            )
+        seq_lens, query_start_loc = seq_lens.int(), query_start_loc.int()
         partial = aligned(partial)
         merged = torch.empty(tokens, g.heads, g.latent, dtype=partial.dtype, device=partial.device)
-        requests, lens, starts, masked = 0, 0, 0, False
-        if seq_lens is not None and query_start_loc is not None and len(query_start_loc) == len(seq_lens) + 1:
-            seq_lens, query_start_loc = seq_lens.int(), query_start_loc.int()
-            requests, lens, starts, masked = (
-                len(seq_lens),
-                seq_lens.data_ptr(),
-                query_start_loc.data_ptr(),
-                True,
-            )
-        elif seq_lens is not None or query_start_loc is not None:
-            raise ValueError("empty shards need seq_lens [n] and query_start_loc [n + 1], both or neither")
         grid, rows = self.grid(tokens)
         # One compiled kernel for every number of requests: a decode batch has no more of them than tokens.
         seqs = triton.next_power_of_2(max(g.max_tokens, requests))
-        key = (rows, lse.dtype, base_e, masked, seqs)
+        key = (rows, lse.dtype, base_e, seqs)
         launch = self.mergers.get(key) or self.merging(*key)
         launch(
             grid,
             *self.rows_of(partial),
             lse.data_ptr(),
             *lse.stride(),
-            lens,
-            starts,
+            seq_lens.data_ptr(),
+            query_start_loc.data_ptr(),
             requests,
             merged.data_ptr(),
             self.bases.data_ptr(),
@@ -242,7 +237,7 @@ class PeerExchange:
             starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
             self.merge(partial, lse, lens, starts, base_e=base_e)
 
-    def merging(self, rows: int, lse: torch.dtype, base_e: bool, masked: bool, seqs: int) -> Launch:
+    def merging(self, rows: int, lse: torch.dtype, base_e: bool, seqs: int) -> Launch:
         g = self.geometry
         constants = {
             "ELEMENT": element(g.output_dtype),
@@ -251,14 +246,13 @@ class PeerExchange:
             "ROWS": rows,
             "SEQS": seqs,
             "BASE_E": base_e,
-            "MASK": masked,
             "RANK": self.rank,
             "W": self.world_size,
             "LANES": triton.next_power_of_2(self.world_size),
             "PTX": self.on_gpu,
         }
         launch = Launch(peer_merge.merge_partials, constants, num_warps=warps(rows))
-        self.mergers[rows, lse, base_e, masked, seqs] = launch
+        self.mergers[rows, lse, base_e, seqs] = launch
         return launch
 
     def rows_of(self, tensor: torch.Tensor) -> tuple[int, int, int]:

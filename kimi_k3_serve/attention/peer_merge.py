@@ -93,7 +93,6 @@ def merge_partials(
     ROWS: tl.constexpr,
     SEQS: tl.constexpr,
     BASE_E: tl.constexpr,
-    MASK: tl.constexpr,
     RANK: tl.constexpr,
     W: tl.constexpr,
     LANES: tl.constexpr,
@@ -101,9 +100,9 @@ def merge_partials(
 ):
     """Exchange partial outputs [B, W * H, VALUE] with their LSE [B, W * H] and merge into `merged` [B, H, VALUE].
 
-    The arithmetic is `merge.merge_partials`'s. With MASK, a token beyond `query_start_loc[num_seqs]` (padding of a
-    CUDA graph) or of a request with no row here (`seq_lens` [num_seqs] = 0) counts as an empty shard, whatever the
-    attention kernel wrote for it.
+    The arithmetic is `merge.merge_partials`'s. A token beyond `query_start_loc[num_seqs]` (padding of a CUDA graph) or
+    of a request with no row here (`seq_lens` [num_seqs] = 0) counts as an empty shard, whatever the attention kernel
+    wrote for it.
 
     Args:
         partial, merged: addresses; strides of `partial` in units of 16 bytes, of `lse` in elements.
@@ -124,9 +123,7 @@ def merge_partials(
         valid = row < tokens * heads
         token = (row // heads).to(tl.int64)
         head = row % heads
-        empty = row < 0
-        if MASK:
-            empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
+        empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
         here = ((slot * W + RANK) * capacity + token) * heads + head
         for step in tl.static_range(W - 1):
             peer = (RANK + 1 + step) % W
@@ -148,9 +145,7 @@ def merge_partials(
         valid = row < tokens * heads
         token = (row // heads).to(tl.int64)
         head = row % heads
-        empty = row < 0
-        if MASK:
-            empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
+        empty = is_empty(token, valid, seq_lens, query_start_loc, num_seqs, SEQS)
         its_head = RANK * heads + head
         mine = shard_lse(lse, token * lse_stride_token + its_head * lse_stride_head, valid, empty, LSE)
         largest = tl.where(tl.abs(mine) < float("inf"), mine, -float("inf"))

@@ -46,5 +46,5 @@ if __name__ == "__main__":
     gather = {"NOPE": 64, "ROPE": 8, "UNITS": UNITS} | group
     print(json.dumps(ptx(peer_gather.gather_query, gather, arch, UNITS // 32)))
     merge = {"ELEMENT": tl.bfloat16, "LSE": tl.float32, "VALUE": 512, "ROWS": rows, "LANES": world} | group
-    merge |= {"SEQS": 512, "BASE_E": True, "MASK": True}
+    merge |= {"SEQS": 512, "BASE_E": True}
     print(json.dumps(ptx(peer_merge.merge_partials, merge, arch, warps(rows))))

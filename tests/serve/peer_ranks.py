@@ -72,7 +72,8 @@ def check(exchange: PeerExchange, dtype: torch.dtype) -> None:
         assert tokens == 1 or not transposed.is_contiguous()
         if rank == (step + 1) % world:
             time.sleep(0.02)
-        merged = exchange.merge(outputs[rank], transposed, base_e=base_e, ubatch=ubatch)
+        lens, starts = torch.ones(tokens, dtype=torch.int32), torch.arange(tokens + 1, dtype=torch.int32)
+        merged = exchange.merge(outputs[rank], transposed, lens, starts, base_e=base_e, ubatch=ubatch)
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
         torch.testing.assert_close(merged.double(), expected, rtol=tolerance, atol=tolerance)
 

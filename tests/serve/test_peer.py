@@ -186,7 +186,7 @@ def test_merge_partials_equals_the_float64_oracle(world_size: int, base_e: bool)
     torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_every_token_of_a_launch_has_one_block_and_grids_are_bounded() -> None:
+def test_a_merges_grid_is_bounded_and_holds_its_rows_or_is_full() -> None:
     geometry = Geometry(48, 512, 64, torch.bfloat16, torch.bfloat16, max_tokens=64)
     exchange = PeerExchange(Region.group(2, geometry.nbytes(2))[0], geometry)
     for tokens in (1, 2, 7, 8, 32, 64):
@@ -204,12 +204,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         exchange.gather(nope, rope)
     with pytest.raises(ValueError, match="contiguous last dimension"):
         exchange.gather(nope[:2], rope[:2].mT.contiguous().mT)
+    partial, lens, starts = torch.zeros(2, 4, 32), torch.ones(2), torch.arange(3)
     with pytest.raises(ValueError, match="LSE of shape"):
-        exchange.merge(torch.zeros(2, 4, 32), torch.zeros(4, 2))
-    partial, lse, lens = torch.zeros(2, 4, 32), torch.zeros(2, 4), torch.ones(2, dtype=torch.int32)
-    for alone in ({"seq_lens": lens}, {"query_start_loc": lens}, {"seq_lens": lens, "query_start_loc": lens}):
-        with pytest.raises(ValueError, match="both or neither"):
-            exchange.merge(partial, lse, **alone)  # type: ignore[arg-type]
+        exchange.merge(partial, torch.zeros(4, 2), lens, starts)
+    with pytest.raises(ValueError, match="2 starts of 2 requests; 3 are needed"):
+        exchange.merge(partial, torch.zeros(2, 4), lens, starts[:2])
     with pytest.raises(ValueError, match="17 ranks; the flags of a block hold 16"):
         PeerExchange(Region.group(17, geometry.nbytes(17))[0], geometry)
     with pytest.raises(ValueError, match="bytes"):
