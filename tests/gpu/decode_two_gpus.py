@@ -5,8 +5,9 @@
 
 Every backend of this project that wraps a kernel of vLLM's: its implementation, its metadata builder's `_build_decode`,
 vLLM's groups; only the engine around them is missing. Kimi-K3's heads and widths, BF16, paged caches that hold every
-W-th token, 1 to 200,000 tokens a request; eager, and in a CUDA graph whose inputs change between replays. Prints one
-line a check and exits with 1 if one failed. Needs vLLM.
+W-th token, 1 to 200,000 tokens a request; eager, and in a CUDA graph whose inputs change between replays. The peer
+buffers hold 64 tokens, so that the largest batch takes vLLM's collectives over NCCL; a row says which way it went.
+Prints one line a check and exits with 1 if one failed. Needs vLLM.
 
 An error is stated element by element as a share of the attention over the values' magnitudes. It bounds what rounding
 to BF16 can do: to the kernel's probabilities, to the partial outputs and to the result, each by at most its unit
@@ -48,7 +49,9 @@ from decode_inputs import (
     local_length,
 )
 
-BATCHES = (1, 3, 8, 32, 64)
+PEER_TOKENS = 64
+"""Of a batch, at most: larger ones go over NCCL."""
+BATCHES = (1, 3, 8, 32, PEER_TOKENS, 72)
 KERNELS = ("PEER_FLASH_ATTN_MLA", "PEER_FLASHMLA", "PEER_TRITON_MLA")
 SETS = 3
 """Inputs of a batch: what a graph's buffers hold by turns."""
@@ -87,7 +90,7 @@ class World:
 
     def __init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        os.environ["KIMI_K3_PEER_DECODE_MAX_TOKENS"] = str(max(BATCHES))
+        os.environ["KIMI_K3_PEER_DECODE_MAX_TOKENS"] = str(PEER_TOKENS)
         os.environ.setdefault("KIMI_K3_PEER_DECODE_TIMEOUT_S", "60")
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -244,6 +247,7 @@ def checks_of(
     found: list[tuple[dict[str, Any], Callable[[], float]]] = []
     last = world.rank == world.size - 1
     for name, attention in attentions.items():
+        over = "NCCL" if attention.watched.collectives.exchange_of(batch) is None else "peers"
         ways: list[tuple[str, bool, Callable[[], float]]] = [
             ("", False, partial(attention.eager, buffers, pool)),
             ("", True, partial(attention.captured, buffers, pool)),
@@ -253,7 +257,7 @@ def checks_of(
             ways.append(("LSEs read in the wrong base", False, partial(wrong_base, attention, buffers, pool)))
             ways.append(("the last rank's shard dropped", False, dropped))
         for control, captured, check in ways:
-            facts = {"kernel": name, "batch": batch, "captured": captured, "control": control}
+            facts = {"kernel": name, "batch": batch, "over": over, "captured": captured, "control": control}
             found.append((facts, check))
     return found
 
@@ -278,7 +282,7 @@ def judge(world: World, facts: dict[str, Any], check: Callable[[], float]) -> di
 
 
 def say(row: dict[str, Any]) -> None:
-    way = "in a graph" if row["captured"] else "eager"
+    way = ("in a graph" if row["captured"] else "eager") + f", over {row['over']}"
     control = f", control: {row['control']}" if row["control"] else ""
     error = "not a number" if row["largest_error"] is None else f"{row['largest_error']:.2e}"
     wanted = "more than" if row["control"] else "at most"
@@ -305,6 +309,7 @@ def main() -> None:
         if world.rank == 0:
             say(row)
 
+    plain = {"over": "peers", "captured": False, "control": ""}
     attentions: dict[str, Attention] = {}
     for name in args.kernels:
 
@@ -313,7 +318,7 @@ def main() -> None:
             return 0.0
 
         faulthandler.dump_traceback_later(CHECK_LIMIT_S, exit=True)
-        row = judge(world, {"kernel": name, "batch": 0, "captured": False, "control": ""}, build)
+        row = judge(world, plain | {"kernel": name, "batch": 0}, build)
         if not row["ok"]:
             attentions.pop(name, None)
             note(row)
@@ -327,7 +332,7 @@ def main() -> None:
             torch.cuda.synchronize()
             return 0.0
 
-        row = judge(world, {"kernel": "inputs", "batch": batch, "captured": False, "control": ""}, draw)
+        row = judge(world, plain | {"kernel": "inputs", "batch": batch}, draw)
         if not row["ok"]:  # a CUDA context is lost: nothing can be checked any more
             note(row)
             break
