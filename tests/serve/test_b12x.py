@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def configuration(
-    tp: int, dcp: int, *, pcp: int = 1, interleave: int = 1, max_model_len: int = 1_048_576, **changes: Any
+    tp: int,
+    dcp: int,
+    *,
+    pcp: int = 1,
+    interleave: int = 1,
+    max_model_len: int = 1_048_576,
+    max_num_seqs: int = 64,
+    **changes: Any,
 ) -> Any:
     dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | changes
     return SimpleNamespace(
@@ -37,7 +44,7 @@ def configuration(
             prefill_context_parallel_size=pcp,
             cp_kv_cache_interleave_size=interleave,
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
     )
 
 
@@ -85,9 +92,12 @@ def test_selector_accepts(
         configuration(16, 8, max_model_len=8 * 1_048_576, interleave=64),
         configuration(16, 8, max_model_len=8 * 1_048_576 - 511, interleave=64),  # a part of the last stripe
         configuration(16, 1, max_model_len=1_048_576),
+        configuration(16, 8, max_num_seqs=65_536),
     ],
 )
-def test_selector_accepts_rope_and_the_longest_shard(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+def test_selector_accepts_rope_the_longest_shard_and_most_requests(
+    monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
     assert reasons(monkeypatch, config) == []
 
 
@@ -101,6 +111,10 @@ def test_selector_accepts_rope_and_the_longest_shard(monkeypatch: pytest.MonkeyP
         (
             configuration(16, 8, max_model_len=8 * 1_048_576 + 1),
             "is 1048577 tokens; the kernel holds 1048576",
+        ),
+        (
+            configuration(16, 8, max_num_seqs=65_537),
+            "max_num_seqs 65537 is above the kernel's 65536 query rows",
         ),
         (configuration(16, 8, kv_lora_rank=256), "this model has {'kv_lora_rank': 256"),
     ],
@@ -183,7 +197,8 @@ def oracle() -> Any:
             [sys.executable, "-m", "pip", *command, "-r", lock], capture_output=True, text=True
         )
         if done.returncode:
-            pytest.skip(f"b12x 1.5.1 cannot be fetched: {done.stderr.strip()[-200:]}")
+            why = done.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
+            pytest.skip(f"nothing is compared with b12x 1.5.1, which cannot be fetched: {why[0]}")
         partial.rename(target)
     sys.path.insert(0, str(target))
     try:
