@@ -79,7 +79,7 @@ ARMS: dict[str, dict[str, Any]] = {
     **STOCK,
     **UNCURED,
     "peer fa3": {"backend": "PEER_FLASH_ATTN_MLA"},
-    "peer flashmla": {"backend": "PEER_FLASHMLA", "env": {"KIMI_K3_VERIFY_PREFILL_KV": "1"}},
+    "peer flashmla": {"backend": "PEER_FLASHMLA"},
     "peer triton": {"backend": "PEER_TRITON_MLA"},
     "peer fa3 graphs": {"backend": "PEER_FLASH_ATTN_MLA", "graphs": True},
 }

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import ast
 import importlib
-import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kimi_k3_serve import source_lock
-from kimi_k3_serve.attention import cures
+from kimi_k3_serve import cpu, loader, metrics, plugin, source_lock
+from kimi_k3_serve.attention import backends, cures, ownership
 from kimi_k3_serve.patch import edited
+from kimi_k3_serve.publish import hook
 from kimi_k3_serve.source_lock import resolve
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -192,17 +191,15 @@ def test_a_workers_cures_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {name: getattr(*resolve(name)) for name in names} == texts
 
 
-def test_the_plugin_installs_the_cures_on_gpus_only() -> None:
-    from kimi_k3_serve import plugin
-
-    (register,) = [
-        node
-        for node in ast.parse(inspect.getsource(plugin)).body
-        if isinstance(node, ast.FunctionDef) and node.name == "register"
-    ]
-    guarded = [
-        ast.unparse(node.test)
-        for node in register.body
-        if isinstance(node, ast.If) and "cures.install" in ast.unparse(node)
-    ]
-    assert guarded == ["current_platform.is_cuda()"]
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_plugin_installs_the_cures_on_gpus_only(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: not cuda, device_type="cpu")
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    monkeypatch.setattr(plugin, "_lock_state", None)
+    installed: list[str] = []
+    for module in (loader, cpu, metrics, hook, backends, ownership, cures):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "install", lambda *_, name=name, **__: installed.append(name))
+    plugin.register()
+    assert ("cures" in installed) == cuda and ("cpu" in installed) != cuda
+    assert {"loader", "backends", "ownership", "hook", "metrics"} <= set(installed)
