@@ -20,7 +20,8 @@ position.
 FOLDER gets parity.json, the table that is printed, and each arm's log. An arm that dies is reported with its last
 words, and fails the run. An arm that is given up before it has answered is reported as late, with how far it came, and
 fails the run. Uncured arms, vLLM without this project's cures, run only where --arms names them; they may be wrong and
-may die. What each arm's vLLM says of its own NCCL wrapper, on which ag_rs depends, stands in parity.json.
+may die. What each arm's vLLM says of its own NCCL wrapper, on which ag_rs depends, stands in parity.json
+(VLLM_DISABLE_PYNCCL=1 disables it).
 """
 
 import argparse
@@ -90,7 +91,8 @@ def main() -> None:
     ended = run(args)
     report = judge(args.out, args.arms, ended, args.tolerance)
     report["seconds"] = round(time.monotonic() - started, 1)
-    (args.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    written = json.loads(json.dumps(report), parse_constant=lambda _: None)  # JSON has no infinity: null
+    (args.out / "parity.json").write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
     lines = table(report)
     (args.out / "parity.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -65,6 +65,19 @@ def test_also_an_arm_that_may_die_fails_the_run_where_it_is_late(verdict: Any, t
     assert verdict.judge(out, [arm], {arm: {"died": 1}}, 0.3)["ok"]
 
 
+def test_an_infinite_difference_is_null_in_the_report(
+    verdict: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity = importlib.import_module("decode_parity")
+    report = {"ok": True, "tolerance": 0.3, "arms": [], "largest": float("inf")}
+    monkeypatch.setattr(parity, "run", lambda args: {})
+    monkeypatch.setattr(parity, "judge", lambda *_: report)
+    monkeypatch.setattr("sys.argv", ["decode_parity.py", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        parity.main()
+    assert json.loads((tmp_path / "out" / "parity.json").read_text())["largest"] is None
+
+
 def test_uncured_arms_are_asked_for_by_name_and_may_be_wrong(
     verdict: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
