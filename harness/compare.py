@@ -66,6 +66,8 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
     return {
         **facts,
         "arms": arms,
+        "gpus": [gpu for m in manifests for gpu in m.get("gpus", ())],
+        "sessions": [session for m in manifests for session in m.get("sessions", ())],
         "notes": _notes(manifests, labels, verdicts),
         "parity": parity,
         "client_calibration": calibrate.worst(points) if points else None,

@@ -16,7 +16,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,16 @@ class CellKey:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell read back from disk. `samples` hold `t_s` (seconds from its start) and `scrape.COLUMNS`."""
+    """A cell read back from disk. `samples` hold `t_s` (seconds from its start) and `scrape.COLUMNS`.
+
+    `gpus` hold `t_s` and the fields of `nvidia.GpuSample` but `unix_s`.
+    """
 
     key: CellKey
     facts: dict[str, Any]
     records: list[RequestRecord]
     samples: list[dict[str, float | None]]
+    gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RunStore:
@@ -267,8 +271,8 @@ class RunStore:
             raise UserError(
                 f"{path} holds {len(records)} of {facts['n']} requests; restore it or measure again"
             )
-        metrics = self._cells / f"{key}.metrics.parquet"
-        return Cell(key, facts, records, read_parquet(metrics) if metrics.exists() else [])
+        series = (self._cells / f"{key}.{suffix}" for suffix in _SERIES)
+        return Cell(key, facts, records, *(read_parquet(path) if path.exists() else [] for path in series))
 
 
 def _cell_facts(path: Path) -> dict[str, Any]:

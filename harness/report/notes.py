@@ -4,12 +4,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.report.clocks import clock_notes
 from harness.store import Cell
 
 
 def notes_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
     """All notes of a run, a sentence or more each."""
-    return [*manifest["notes"], *_set_aside(cells), *_vllm_nccl(manifest)]
+    return [*manifest["notes"], *_set_aside(cells), *_vllm_nccl(manifest), *clock_notes(manifest, cells)]
 
 
 def _set_aside(cells: Sequence[Cell]) -> Iterator[str]:
