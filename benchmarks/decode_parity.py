@@ -211,13 +211,13 @@ def answer(name: str, out: Path) -> None:
     warm = [prompt["prompt"] for prompt in prompts[-2:]]
     times: dict[str, float] = {}
 
-    def reached(
-        what: str,
-    ) -> None:  # kept at once, for the report of an arm that does not come to its answers
+    def reached(what: str) -> None:
+        """Kept at once, for the report of an arm that does not come to its answers."""
         times[what] = round(time.monotonic() - begun, 1)
-        progress_file(out, name).write_text(json.dumps(times))
+        write_whole(progress_file(out, name), times)
 
     reached("loaded")
+    vllm_nccl = engine.collective_rpc("nccl_state")[0]
     deadline = time.monotonic() + READY_S
     while not (out / "reference.json").is_file():
         if time.monotonic() > deadline:
@@ -241,12 +241,19 @@ def answer(name: str, out: Path) -> None:
         together = forced(engine, prompts, reference)
         reached("answered")
     result: dict[str, Any] = {"seconds": times, "alone": alone, "together": together}
-    result["vllm_nccl"] = engine.collective_rpc("nccl_state")[0]
+    result["vllm_nccl"] = vllm_nccl
     if probes:
         from decode_probe import steps
 
         result["steps"] = steps(out / f"probe-{slug(name)}", 2)
-    (out / f"{slug(name)}.json").write_text(json.dumps(result))
+    write_whole(out / f"{slug(name)}.json", result)
+
+
+def write_whole(path: Path, what: Mapping[str, Any]) -> None:
+    """An arm may be killed at any time: its reader finds all of a file or none."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(what))
+    part.replace(path)
 
 
 def forced(engine: Any, prompts: Sequence[Any], reference: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -95,7 +95,7 @@ def load_for(profile: str, model: Path | str | None) -> Profile:
     """The profile; where it is a slice's and the model in the folder is a smaller one by itself, that model's.
 
     Raises:
-        UserError: no such profile.
+        UserError: no such profile, or a config.json that is no JSON.
     """
     chosen = load(profile)
     if not (isinstance(model, Path) and chosen.layers and is_slice(model, chosen.layers)):
@@ -110,10 +110,17 @@ def is_slice(model: Path | str, layers: int) -> bool:
 
 
 def layers_of(model: Path | str) -> int | None:
-    """As its folder says; None for a name on the hub, or a folder without a configuration."""
+    """As its folder says; None for a name on the hub, or a folder without a configuration.
+
+    Raises:
+        UserError: its config.json is no JSON.
+    """
     if not isinstance(model, Path) or not (model / "config.json").is_file():
         return None
-    config = json.loads((model / "config.json").read_text())
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"{model}/config.json is no JSON ({error}); fetch the checkpoint again") from None
     own: int | None = config.get("text_config", config).get("num_hidden_layers")
     return own
 

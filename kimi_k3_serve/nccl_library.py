@@ -24,7 +24,7 @@ def dotted(version: int) -> str:
 
 def judge(path: str | None) -> tuple[str, str, str]:
     """Of what VLLM_NCCL_SO_PATH names, for the doctor: level, why, remedy."""
-    if path is None:
+    if not path:
         return "skip", "VLLM_NCCL_SO_PATH is not set", ""
     try:
         version = version_of(path)

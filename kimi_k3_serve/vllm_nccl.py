@@ -55,4 +55,6 @@ def objection() -> str | None:
     except AttributeError as missing:
         what = f"NCCL {dotted(version)}, {name}," if version else name
         return f"{what} lacks {missing.name}; {NEEDED}"
+    except Exception as error:  # said inside vLLM's own fallback, which no log line may end
+        return f"{error!r}; {NEEDED}"
     return None

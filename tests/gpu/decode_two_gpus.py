@@ -310,6 +310,24 @@ def main() -> None:
             say(row)
 
     plain = {"over": "peers", "captured": False, "control": ""}
+
+    def keep(passed: bool) -> None:
+        """After each batch: a rank that is lost in a later one ends the others, too."""
+        if world.rank or not args.json:
+            return
+        import vllm
+
+        facts = {
+            "world_size": world.size,
+            "device": device_name,
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+            "seconds": round(time.monotonic() - begun, 1),
+            "passed": passed,
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+
     attentions: dict[str, Attention] = {}
     for name in args.kernels:
 
@@ -343,23 +361,14 @@ def main() -> None:
         del pool, buffers
         gc.collect()
         torch.cuda.empty_cache()
+        keep(passed=False)
     passed = bool(rows) and all(row["ok"] for row in rows)
+    keep(passed)
     if world.rank == 0:
-        seconds = round(time.monotonic() - begun, 1)
-        print(f"{len(rows)} checks, {sum(not row['ok'] for row in rows)} failed, {seconds} s", flush=True)
-        if args.json:
-            import vllm
-
-            facts = {
-                "world_size": world.size,
-                "device": device_name,
-                "torch": torch.__version__,
-                "vllm": vllm.__version__,
-                "seconds": seconds,
-                "passed": passed,
-                "rows": rows,
-            }
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        print(
+            f"{len(rows)} checks, {sum(not row['ok'] for row in rows)} failed, {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )
     sys.stdout.flush()
     dist.barrier(world.host_group)
     os._exit(0 if passed else 1)  # no clean-up: a failed kernel may have cost a rank its CUDA context

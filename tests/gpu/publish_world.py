@@ -34,7 +34,7 @@ class Protocol:
     def __init__(self, fault: str, epochs: torch.Tensor | list[int]) -> None:
         """`epochs`: of the rank's publisher, by ubatch; only the first is used."""
         self.fault, self.waits, self._epochs, self._frozen = fault, fault != "no wait", epochs, int(epochs[0])
-        epochs[0] = self._frozen  # so that nothing is loaded while a rank waits
+        self._freeze()  # so that nothing is loaded while a rank waits
 
     def turns(self, chunks: int) -> Iterator[tuple[int, bool]]:
         """Of each chunk its slot, and whether an output collective follows it."""
@@ -44,6 +44,12 @@ class Protocol:
 
     def before_push(self) -> None:
         if self.fault == "frozen epoch":
+            self._freeze()
+
+    def _freeze(self) -> None:
+        if isinstance(self._epochs, torch.Tensor):
+            self._epochs[0].fill_(self._frozen)  # an assignment would make the host wait for the stream
+        else:
             self._epochs[0] = self._frozen
 
 

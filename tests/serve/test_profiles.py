@@ -190,6 +190,16 @@ def test_a_slice_whose_tensors_are_not_known_has_its_share_of_the_layers(tmp_pat
     assert fit.weights_gb(profile, Topology(2)) == pytest.approx(1560.860324864 * 8 / 93 / 2)
 
 
+@pytest.mark.parametrize("command", ["explain", "doctor"])
+def test_a_configuration_that_is_no_json_ends_in_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8,')
+    arguments = ["--profile", "slice-h200-2", "--topology", "tp2", "--model", str(tmp_path)]
+    assert main([command, *arguments]) == 2
+    assert f"{tmp_path}/config.json is no JSON" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """`kimi-k3 explain … | head -1`: nobody reads the rest."""
     readable, writable = os.pipe()
