@@ -173,7 +173,7 @@ def start(
         init_distributed_environment(world, rank, "env://", device.index, "nccl")
         initialize_model_parallel(world, decode_context_model_parallel_size=world)
     group = get_dcp_group()
-    facts = {"version": vllm.__version__, "vllm_nccl": vllm_nccl.state(group), "cured": cured}
+    facts = {"version": vllm.__version__, "vllm_nccl": vllm_nccl.state(), "cured": cured}
     return group.device_group, facts | {"dcp": dcp, "group": group}
 
 

@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from decode_arms import ARMS, CONFIG, GRAPHS, LENGTHS, OUTPUT_TOKENS, UNCURED, slug
 from decode_verdict import judge, last_words, progress, progress_file, table
 
+from harness.files import write_bytes  # whole or not at all: an arm may be killed at any time
 from harness.slices import FULL_ATTENTION, slice_config
 
 ROOT = Path(__file__).parents[1]
@@ -132,9 +133,8 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                     else:
                         ended[name] = {"died": process.returncode}
                     del running[name]
-                    how = "late" if "late" in ended[name] else process.returncode
                     seconds, times = time.monotonic() - started, progress(args.out, name)
-                    print(f"{seconds:5.0f} s  {name}: {how} {times}", flush=True)
+                    print(f"{seconds:5.0f} s  {name}: {ended[name]} {times}", flush=True)
             if referee.poll() == 0 and (args.out / "reference.part").is_file():
                 (args.out / "reference.part").rename(args.out / "reference.json")
                 print(f"{time.monotonic() - started:5.0f} s  the reference is there", flush=True)
@@ -214,7 +214,7 @@ def answer(name: str, out: Path) -> None:
     def reached(what: str) -> None:
         """Kept at once, for the report of an arm that does not come to its answers."""
         times[what] = round(time.monotonic() - begun, 1)
-        write_whole(progress_file(out, name), times)
+        write_bytes(progress_file(out, name), json.dumps(times).encode())
 
     reached("loaded")
     vllm_nccl = engine.collective_rpc("nccl_state")[0]
@@ -246,14 +246,7 @@ def answer(name: str, out: Path) -> None:
         from decode_probe import steps
 
         result["steps"] = steps(out / f"probe-{slug(name)}", 2)
-    write_whole(out / f"{slug(name)}.json", result)
-
-
-def write_whole(path: Path, what: Mapping[str, Any]) -> None:
-    """An arm may be killed at any time: its reader finds all of a file or none."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(what))
-    part.replace(path)
+    write_bytes(out / f"{slug(name)}.json", json.dumps(result).encode())
 
 
 def forced(engine: Any, prompts: Sequence[Any], reference: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -47,11 +47,9 @@ class DecodeProbe:
                 record(layer, self.probed.setdefault(name, {"count": 0}))
 
     def nccl_state(self) -> dict[str, Any]:
-        from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
-
         from kimi_k3_serve import vllm_nccl
 
-        return vllm_nccl.state(get_tp_group(), get_dcp_group())
+        return vllm_nccl.state()
 
     def end_probe(self, prefix: str) -> int:
         from vllm.distributed.parallel_state import get_dcp_group

@@ -12,13 +12,12 @@ from decode_arms import LENGTHS, OUTPUT_TOKENS, UNCURED, slug
 
 from harness.parity import logprob_distance
 
-NO_ERROR = re.compile(
-    r"\b(DEBUG|INFO|WARNING) \d\d-\d\d "
-)  # levels of vLLM's log, with whole tracebacks in them
-ERROR = re.compile(
-    r"\b\w*(Error|Exception)(:|$)"
-)  # as a traceback ends, unlike the source line that raised it
-CONSEQUENCE = re.compile(r"EngineDeadError|See root cause")  # of an error that was logged before
+NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING) \d\d-\d\d ")
+"""Levels of vLLM's log, with whole tracebacks in them."""
+ERROR = re.compile(r"\b\w*(Error|Exception)(:|$)")
+"""As a traceback ends, unlike the source line that raised it."""
+CONSEQUENCE = re.compile(r"EngineDeadError|See root cause")
+"""Of an error that was logged before."""
 
 
 def progress_file(out: Path, name: str) -> Path:

@@ -7,7 +7,6 @@ core can, and says so in its log.
 
 from typing import Any
 
-from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from kimi_k3_serve import vllm_nccl
@@ -30,6 +29,6 @@ class ProvenGPUWorker(Proven, Worker):
             "chunked_prefill": verdict(
                 config.scheduler_config.enable_chunked_prefill, f"{budget} tokens a step"
             ),
-            "vllm_nccl": vllm_nccl.state(get_tp_group(), get_dcp_group()),
+            "vllm_nccl": vllm_nccl.state(),
             "cuda_graphs": verdict(bool(graphs), str(graphs)),
         }

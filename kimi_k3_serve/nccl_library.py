@@ -3,8 +3,9 @@
 
 import ctypes
 
-NEEDED = 22907
+NEEDED_VERSION = 22907
 """As NCCL counts: vLLM 0.32.0 binds ncclCommSuspend, and its own wrapper disables itself where that is missing."""
+NEEDED = "vLLM needs NCCL 2.29.7 or later (VLLM_NCCL_SO_PATH)"
 
 REMEDY = "let VLLM_NCCL_SO_PATH name NCCL 2.29.7 or later, as locks/serve.txt pins it"
 
@@ -30,7 +31,7 @@ def judge(path: str | None) -> tuple[str, str, str]:
         version = version_of(path)
     except OSError as error:
         return "warn", f"{error}: vLLM disables its own NCCL wrapper", REMEDY
-    if version < NEEDED:
+    if version < NEEDED_VERSION:
         what = f"NCCL {dotted(version)}" if version else "no NCCL library"
         return "warn", f"{path} is {what}, with which vLLM disables its own NCCL wrapper", REMEDY
     return "ok", f"{path} is NCCL {dotted(version)}", ""

@@ -10,21 +10,20 @@ from typing import Any
 
 from vllm import envs
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.nccl import find_nccl_library
 
 from kimi_k3_serve import nccl_library
 from kimi_k3_serve.inspection import verdict
-from kimi_k3_serve.nccl_library import dotted
-
-NEEDED = f"vLLM needs NCCL {dotted(nccl_library.NEEDED)} or later (VLLM_NCCL_SO_PATH)"
+from kimi_k3_serve.nccl_library import NEEDED, dotted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what its own logger's children say
 
 
-def state(*groups: Any) -> dict[str, Any]:
-    """{"active", "reason"}: whether the wrapper carries the collectives of vLLM's `groups` of more than one rank."""
-    several = [group for group in groups if group.world_size > 1]
+def state() -> dict[str, Any]:
+    """{"active", "reason"}: whether the wrapper carries what vLLM's TP and DCP groups of several ranks exchange."""
+    several = [group for group in (get_tp_group(), get_dcp_group()) if group.world_size > 1]
     if not several:
         return verdict(False, "one rank has no collectives")
     wrappers = [getattr(group.device_communicator, "pynccl_comm", None) for group in several]

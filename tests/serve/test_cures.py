@@ -168,7 +168,7 @@ def test_the_decode_benchmark_takes_vllm_as_it_is_where_asked(
     monkeypatch.setattr(vllm.distributed, "init_distributed_environment", lambda *_: None)
     monkeypatch.setattr(vllm.distributed, "initialize_model_parallel", lambda *_, **__: None)
     monkeypatch.setattr(vllm.distributed, "get_dcp_group", lambda: SimpleNamespace(device_group=None))
-    monkeypatch.setattr(vllm_nccl, "state", lambda group: {"active": False})
+    monkeypatch.setattr(vllm_nccl, "state", lambda: {"active": False})
     _, stock = benchmark.start(2, 0, torch.device("cuda", 0), cured=cured)
     assert stock["cured"] == cured == bool(installed)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why vLLM's own NCCL wrapper is disabled: in a worker's proof, in its log and beside the decode benchmark's times."""
 
-import importlib.util
+import importlib
 import logging
 import subprocess
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.utils import StatelessProcessGroup
 
-from kimi_k3_serve import gpu_worker
+from kimi_k3_serve import gpu_worker, vllm_nccl
 from kimi_k3_serve.attention import cures
 from kimi_k3_serve.patch import edited
 
@@ -60,10 +60,14 @@ def group_of(wrapper: Any, world_size: int = 2) -> Any:
     return SimpleNamespace(world_size=world_size, device_communicator=SimpleNamespace(pynccl_comm=wrapper))
 
 
+def serves(monkeypatch: pytest.MonkeyPatch, tp: Any, dcp: Any) -> None:
+    monkeypatch.setattr(vllm_nccl, "get_tp_group", lambda: tp)
+    monkeypatch.setattr(vllm_nccl, "get_dcp_group", lambda: dcp)
+
+
 def proven(monkeypatch: pytest.MonkeyPatch, tp: Any, dcp: Any) -> Any:
     """The feature as the GPU worker states it."""
-    monkeypatch.setattr(gpu_worker, "get_tp_group", lambda: tp)
-    monkeypatch.setattr(gpu_worker, "get_dcp_group", lambda: dcp)
+    serves(monkeypatch, tp, dcp)
     scheduler = SimpleNamespace(max_num_batched_tokens=8192, enable_chunked_prefill=True)
     compilation = SimpleNamespace(cudagraph_mode=None)
     config = SimpleNamespace(scheduler_config=scheduler, compilation_config=compilation)
@@ -108,16 +112,14 @@ def test_other_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_decode_benchmark_says_it_too(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "decode_dcp.py"
-    spec = importlib.util.spec_from_file_location("decode_dcp", file)
-    assert spec is not None and spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    benchmark = importlib.import_module("decode_dcp")
     group = group_of(started(monkeypatch))
     group.device_group = None
     monkeypatch.setattr(cures, "install", lambda: None)
     monkeypatch.setattr(vllm.distributed, "init_distributed_environment", lambda *_: None)
     monkeypatch.setattr(vllm.distributed, "initialize_model_parallel", lambda *_, **__: None)
     monkeypatch.setattr(vllm.distributed, "get_dcp_group", lambda: group)
+    serves(monkeypatch, group, group)
     _, stock = benchmark.start(2, 0, torch.device("cuda", 0))
     assert stock["vllm_nccl"] == {"active": False, "reason": why(old)}
