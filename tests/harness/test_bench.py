@@ -26,6 +26,7 @@ from harness.trace import make_trace
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 SMALL = "--quick --requests 4 --cohort-size 2 --output-tokens 8 --rates 0.5,1.2"
+pytestmark = pytest.mark.usefixtures("a_late_client_counts")
 
 
 @pytest.fixture
@@ -320,7 +321,7 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
     kept = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*.parquet")}
     complete = {path.with_suffix(".parquet") for path in (out / "cells").glob("*.json")}
     spoiled = min(complete)
-    facts = read(spoiled.with_suffix(".json")) | {"loop_lag_ms": {"p99": 1e4}}
+    facts = read(spoiled.with_suffix(".json")) | {"loop_lag_ms": {"p99": 1e6}}
     spoiled.with_suffix(".json").write_text(json.dumps(facts))
     assert main([*words, "--resume"]) == 0
     # Those of a late client too, on a busy machine.

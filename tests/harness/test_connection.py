@@ -110,24 +110,18 @@ async def test_broken_answers(answer: bytes, error: str) -> None:
 
 
 async def test_idle_connections_that_the_server_closes_are_replaced() -> None:
-    """The server gives each connection 60 ms to say something: all that is opened ahead, ends unused."""
+    """The server closes the first two at once; the third is there before the request is due."""
     opened = 0
 
-    async def impatient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal opened
         opened += 1
-        try:
-            async with asyncio.timeout(0.06):
-                first = await reader.readexactly(1)
-        except TimeoutError:
-            return
-        assert first == b"P"
-        await answers(HEAD + b"\r\n" + STREAM)(reader, writer)
+        if opened > 2:
+            await answers(HEAD + b"\r\n" + STREAM)(reader, writer)
 
-    async with serving(impatient) as url:
+    async with serving(handle) as url:
         record = await send_one(url)
-    assert (record.status, record.reconnects) == ("ok", 0)
-    assert opened > 1
+    assert (record.status, record.reconnects, opened) == ("ok", 0, 3)
 
 
 async def test_a_request_that_crossed_with_a_close_is_sent_again_once() -> None:

@@ -22,6 +22,7 @@ from harness.report import write_report
 from harness.store import RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
+pytestmark = pytest.mark.usefixtures("a_late_client_counts")
 
 
 @pytest.fixture

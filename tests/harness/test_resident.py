@@ -14,7 +14,6 @@ from aiohttp import web
 from builders import cell_run, manifest, record, small_trace
 from commands import arguments, measured, on_gpus, read
 
-from harness import sweep
 from harness.cli import main
 from harness.engines.process import Engine, free_port
 from harness.errors import UserError
@@ -26,11 +25,12 @@ from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
 
+pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+
 
 def test_killed_restarted_and_resumed_as_another_launch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "due_again", lambda *_: False)  # a busy machine makes clients late
     out = tmp_path / "run"
     long = ["--lone-prompts", "1", "--contexts", "2"]
     monkeypatch.setattr(sys, "argv", ["harness", "first"])

@@ -20,6 +20,8 @@ from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import RunStore
 
+pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+
 
 def test_eight_ranks(tmp_path: Path) -> None:
     """Started, proven rank by rank, the last one killed in a cell, at equal bytes."""
