@@ -85,6 +85,8 @@ class KnownDelay(asyncio.Protocol):
 
     def _answer(self, stamps: Stamps, prompt_tokens: int, keep_alive: bool) -> None:
         """The first token alone, so that its write is what the client's first read answers to; then the rest."""
+        if self._transport.is_closing():  # the client has left
+            return
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         first = head + _chunk(_event(prompt_tokens, 1, self._tokens))
         stamps.token_s = time.monotonic()

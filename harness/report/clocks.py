@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """At which clocks each arm's GPUs worked, and what held them down, as a note. Pure."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -61,9 +62,10 @@ def _note(by_arm: Mapping[str, Sequence[Busy]], max_mhz: float | None) -> str:
 def _busy(cell: Cell) -> Iterator[Busy]:
     """The samples at whose time a request was under way, of GPUs that tell clock and reasons and are not idle."""
     spans = [(r.sent_s, r.done_s) for r in cell.records if r.sent_s is not None and r.done_s is not None]
+    sent, done = (sorted(times) for times in zip(*spans, strict=True)) if spans else ([], [])
     for sample in cell.gpus:
         mhz, mask = sample["sm_mhz"], _mask(sample["event_reasons"])
-        under_way = any(sent_s <= sample["t_s"] <= done_s for sent_s, done_s in spans)
+        under_way = bisect_right(sent, sample["t_s"]) > bisect_left(done, sample["t_s"])
         if mhz and mask is not None and not mask & IDLE and under_way:
             yield mhz, mask
 

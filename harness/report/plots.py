@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of a run: PNG and SVG for slides, and SVG for the page, whose marks tell their values.
 
-The same records give the same files. Filled marks are cells that count, hollow ones do not. Colours are Okabe
-and Ito's, told apart by colour-blind readers; every arm has a marker and a line of its own as well.
+The same records give the same files where the same fonts are installed. Filled marks are cells that count, hollow
+ones do not. Colours are Okabe and Ito's, told apart by colour-blind readers; every arm has a marker and a line of its
+own as well.
 """
 
 import html

@@ -27,23 +27,24 @@ LATE = 100_000_000
 class Protocol:
     """What a rank does in layers of three chunks, the last of a layer in slot 0, where the next begins.
 
-    With a fault, one of `MUTATIONS`: all chunks in one slot, no wait for the others, an epoch that does not advance, no
-    output collective at a layer's end.
+    With `mutate`, one of `MUTATIONS`: all chunks in one slot, no wait for the others, an epoch that does not advance,
+    no output collective at a layer's end.
     """
 
-    def __init__(self, fault: str, epochs: torch.Tensor | list[int]) -> None:
+    def __init__(self, mutate: str, epochs: torch.Tensor | list[int]) -> None:
         """`epochs`: of the rank's publisher, by ubatch; only the first is used."""
-        self.fault, self.waits, self._epochs, self._frozen = fault, fault != "no wait", epochs, int(epochs[0])
+        self.mutate, self.waits = mutate, mutate != "no wait"
+        self._epochs, self._frozen = epochs, int(epochs[0])
         self._freeze()  # so that nothing is loaded while a rank waits
 
     def turns(self, chunks: int) -> Iterator[tuple[int, bool]]:
         """Of each chunk its slot, and whether an output collective follows it."""
         for index in range(chunks):
-            slot = 0 if self.fault == "one slot" else index % 3 % SLOTS
-            yield slot, index % 3 == 2 and self.fault != "no output collective"
+            slot = 0 if self.mutate == "one slot" else index % 3 % SLOTS
+            yield slot, index % 3 == 2 and self.mutate != "no output collective"
 
     def before_push(self) -> None:
-        if self.fault == "frozen epoch":
+        if self.mutate == "frozen epoch":
             self._freeze()
 
     def _freeze(self) -> None:

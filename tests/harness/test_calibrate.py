@@ -78,6 +78,27 @@ async def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     assert "client_calibration" not in RunStore.open(out).manifest
 
 
+async def test_a_client_that_leaves_before_its_answer_is_not_told_of() -> None:
+    """As each one that an interruption cuts off: the next one is answered, and nothing is printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "harness.known_delay", "--delay-s", "0.2"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout
+    port = int((await process.stdout.readline()).rpartition(b":")[2])
+    for stays in (False, True):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}")
+        if stays:
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+    _, err = await process.communicate(b"")
+    assert (process.returncode, err) == (0, b"")
+
+
 def test_the_worst_of_a_runs_points_is_its_error_bar() -> None:
     """A run that was begun by an older harness has a bar and no list of points."""
     manifest: dict[str, Any] = {"client_calibration": {"error_ms": {"p95": 5.0}}}
