@@ -26,7 +26,7 @@ from harness.trace import make_trace
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 SMALL = "--quick --requests 4 --cohort-size 2 --output-tokens 8 --rates 0.5,1.2"
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 @pytest.fixture

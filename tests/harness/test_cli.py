@@ -23,11 +23,11 @@ LENGTHS = "--min-tokens 4 --max-tokens 40 --output-tokens 4 --vocab-size 100"
 MAKE = f"trace make --requests 6 --cohort-size 3 {LENGTHS}"
 
 
-PATIENT = (
+TRUSTING = (
     "import sys; from harness import cli, validity;"
     "validity.slip_limit_s = lambda *_: 60.0; validity.SPAN_TOLERANCE = 1000.0; sys.exit(cli.main())"
 )
-"""The command line, to which a late client counts: for what does not test how late a busy machine lets it be."""
+"""The command line with a client that is never too late: the fixture `client_is_trusted`, for another process."""
 
 
 async def harness(*arguments: object, entry: tuple[str, str] = ("-m", "harness")) -> tuple[int, str, str]:
@@ -368,7 +368,7 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
     """The second session finds the first one's cell spoiled, measures it and the missing rate, and tells programs."""
     out = tmp_path / "out"
     words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--sla", "1,9", "--json"]
-    run = functools.partial(harness, *words, entry=("-c", PATIENT))
+    run = functools.partial(harness, *words, entry=("-c", TRUSTING))
 
     async with FakeServer(lambda index, _: Script(delay_s=1.5 if index > 14 else 0.0)) as server:
         arm = ["--arm", f"a={server.url}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import docker_pair
+from harness import calibrate, docker_pair
 from harness.arms import Arm
 from harness.docker_pair import DockerPlan, DockerRun
 from harness.engines import process
@@ -22,7 +22,7 @@ from harness.report import write_report
 from harness.store import RunStore
 
 FAKE = Path(__file__).with_name("fake_engine.py")
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_arm_after_arm(plan: DockerPlan) -> None:
     manifest = json.loads((plan.out / "manifest.json").read_text())
     assert [len(arm["engine"]["ranks"]) for arm in manifest["arms"]] == [2, 2]
     assert [arm["kv_tokens"] for arm in manifest["arms"]] == [16_384, 32_768]
-    assert manifest["client_calibration"]["n"] == 40
+    assert manifest["client_calibration"]["n"] == calibrate.LEAST_REQUESTS
     assert manifest["parity"]["ok"] and [check["launches"] for check in manifest["parity_checks"]] == [
         {"tp2": 0},
         {"dcp2": 0},

@@ -25,7 +25,7 @@ from harness.workloads import make_shared_prefix
 
 RATE = 60.0
 TRACE = small_trace(requests=40, output_tokens=2)
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 @dataclass
@@ -177,7 +177,7 @@ async def test_a_late_client_is_found_by_its_own_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something stops the client's event loop for 200 ms in the middle of the cell."""
-    monkeypatch.undo()  # here it does not count
+    monkeypatch.undo()  # here it is not trusted
     server = FakeServer(lambda index, _: (time.sleep(0.2) if index == 20 else None) or Script())
     found = await measured(tmp_path, server)  # the server shares the client's loop
     assert "client slip p99" in found.reasons

@@ -21,7 +21,7 @@ from harness.trace import Trace
 from harness.workloads import as_words
 
 REASONING_S, ANSWER_S = 0.1, 0.3
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 class Server:

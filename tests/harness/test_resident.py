@@ -25,7 +25,7 @@ from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import Cell, CellKey, RunStore
 
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 def test_killed_restarted_and_resumed_as_another_launch(

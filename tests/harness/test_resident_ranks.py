@@ -20,7 +20,7 @@ from harness.serving import on_cpu
 from harness.steps import Steps
 from harness.store import RunStore
 
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 def test_eight_ranks(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from harness.sweep import TRIES, Plan, Position, cell_order, measure
 from harness.validity import engine_changes, lasting_environment
 
 TRACE = small_trace(requests=3)
-pytestmark = pytest.mark.usefixtures("a_late_client_counts")
+pytestmark = pytest.mark.usefixtures("client_is_trusted")
 
 
 def test_order_alternates_the_arms() -> None:
