@@ -300,14 +300,11 @@ def _unsent(request: Request, due_s: float) -> RequestRecord:
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
     """No garbage collection while a cell runs: a pass over a large trace stops the client for many ms."""
-    gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 @contextmanager
