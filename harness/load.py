@@ -43,6 +43,7 @@ LEAD_S = 0.05  # from the end of the preparations to the first connection
 AHEAD_S = 0.25  # a request's connection is opened at least this long before it is due
 OPEN_S = 1.0  # and no longer than this, where the client is awake to send another request anyway
 LAG_INTERVAL_S = 0.5  # each wake costs the client CPU time of its own
+PROGRESS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ async def _report_progress(
 ) -> None:
     while True:
         progress(_progress(sends, due, clock()))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(PROGRESS_S)
 
 
 def _progress(sends: Sequence[asyncio.Task[RequestRecord]], due: Sequence[float], now: float) -> Progress:

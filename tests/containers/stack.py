@@ -104,5 +104,5 @@ def settings(model: Path, key_file: Path, port: int) -> dict[str, str]:
         "API_KEY_FILE": str(key_file),
         "PORT": str(port),
         "TOPOLOGY": "dcp2",
-        "DRAIN_S": "20",
+        "DRAIN_S": "40",
     }

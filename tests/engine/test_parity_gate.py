@@ -90,6 +90,7 @@ def launch(model: Path, folder: Path, topology: str, *extra: str, **variables: s
             log_path=folder / "engine.log",
             proof_dir=folder / "proof",
             env=environment,
+            ready_timeout_s=900.0,
         )
     )
 

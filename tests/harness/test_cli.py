@@ -367,10 +367,10 @@ async def test_a_second_run_of_one_folder_leaves_the_first_alone(tmp_path: Path,
 async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> None:
     """The second session finds the first one's cell spoiled, measures it and the missing rate, and tells programs."""
     out = tmp_path / "out"
-    words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--sla", "1,9", "--json"]
+    words = ["run", "--skip-calibration", "--trace", trace_file, "--out", out, "--sla", "5,9", "--json"]
     run = functools.partial(harness, *words, entry=("-c", TRUSTING))
 
-    async with FakeServer(lambda index, _: Script(delay_s=1.5 if index > 14 else 0.0)) as server:
+    async with FakeServer(lambda index, _: Script(status=503 if index > 14 else 200)) as server:
         arm = ["--arm", f"a={server.url}"]
         code, text, err = await run(*arm, "--rates", "20")
         assert code == 0, err
@@ -382,7 +382,7 @@ async def test_resume_bisect_and_events(tmp_path: Path, trace_file: Path) -> Non
         events = [json.loads(line) for line in text.splitlines()]
         assert (events[0]["event"], events[0]["cells"], events[0]["bisect_qps"]) == ("plan", 2, 10.0)
         told = [(event["offered_qps"], event["index"]) for event in events if event["event"] == "cell"]
-        assert told == [(20.0, 1), (40.0, 2), (30.0, 3)]  # 20 passes, 40 misses 1 s: 30 halves the boundary
+        assert told == [(20.0, 1), (40.0, 2), (30.0, 3)]  # 20 passes, 40 fails: 30 halves the boundary
         assert events[-1]["event"] == "done" and events[-1]["cells"] == 3
         code, _, err = await run(*arm, "--rates", "50", "--model", "other", "--resume")
         assert "cells are never mixed" in error_line(code, err), err

@@ -12,6 +12,7 @@ from fake_server import FakeServer, Script
 from harness.client import RequestRecord, Target, encode_body
 from harness.load import run_cell
 
+pytestmark = pytest.mark.usefixtures("connects_at_once")
 TRACE = small_trace(requests=1)
 REQUEST = TRACE.requests[0]
 

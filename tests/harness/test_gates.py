@@ -21,6 +21,7 @@ from harness.report.summary import build_summary
 from harness.store import CellKey, RunStore
 from harness.sweep import Plan, measure
 from harness.trace import Trace
+from harness.validity import slip_s
 from harness.workloads import make_shared_prefix
 
 RATE = 60.0
@@ -56,7 +57,17 @@ class Measured:
         return "; ".join(self.cell["invalid_reasons"])
 
 
-async def measured(
+async def measured(folder: Path, server: FakeServer, *arguments: Any, **changes: Any) -> Measured:
+    """Measured again where the machine stood still: what is overdue is sent at once, as if the backlog grew."""
+    for number in range(5):
+        anew = replace(server, port=0, arrivals_unix_s=[], bodies=[], headers=[])
+        found = await measured_once(folder / str(number), anew, *arguments, **changes)
+        if max(slip_s(found.records)) < 0.05:
+            break
+    return found
+
+
+async def measured_once(
     folder: Path, server: FakeServer, trace: Trace = TRACE, drain_s: float = 10.0, **changes: Any
 ) -> Measured:
     """The server answers the warm-up first: it is request 0, the trace's are 1 to n."""
@@ -179,7 +190,7 @@ async def test_a_late_client_is_found_by_its_own_clock(
     """Something stops the client's event loop for 200 ms in the middle of the cell."""
     monkeypatch.undo()  # here it is not trusted
     server = FakeServer(lambda index, _: (time.sleep(0.2) if index == 20 else None) or Script())
-    found = await measured(tmp_path, server)  # the server shares the client's loop
+    found = await measured_once(tmp_path, server)  # the server shares the client's loop
     assert "client slip p99" in found.reasons
 
 

@@ -283,9 +283,9 @@ async def test_program_that_does_not_exist(tmp_path: Path) -> None:
 
 async def test_engine_that_is_never_ready_is_given_up_and_removed(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"engine tp2 is not ready after 2 s .health not yet, proofs of 2/2 ranks"
+        UserError, match=r"engine tp2 is not ready after 8 s .health not yet, proofs of 2/2 ranks"
     ):
-        await start_fake(tmp_path, never_ready=True, ready_timeout_s=2.0)
+        await start_fake(tmp_path, never_ready=True, ready_timeout_s=8.0)
     pid = json.loads((tmp_path / "proof" / "rank-0.json").read_text())["pid"]
     assert gone(pid)
 

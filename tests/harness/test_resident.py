@@ -14,6 +14,7 @@ from aiohttp import web
 from builders import cell_run, manifest, record, small_trace
 from commands import arguments, measured, on_gpus, read
 
+from harness import load
 from harness.cli import main
 from harness.engines.process import Engine, free_port
 from harness.errors import UserError
@@ -209,8 +210,9 @@ def test_arm_that_does_not_prove_itself_is_left_out(
     assert "Left out: dcp2 (reasons below)" in (out / "table.md").read_text()
 
 
-def test_a_rehearsal_that_did_not_happen_is_noted(tmp_path: Path) -> None:
-    """At once, all four are sent and answered between two looks at them."""
+def test_a_rehearsal_that_did_not_happen_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four are sent and answered between two looks at them."""
+    monkeypatch.setattr(load, "PROGRESS_S", 60.0)
     out = tmp_path / "run"
     words = arguments(out, "--resident", "--kill", "dcp2")
     words[words.index("6,12")] = "4000"

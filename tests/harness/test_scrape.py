@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 
+import pytest
 from aiohttp import web
 from fake_server import FakeServer
 
+from harness import scrape
 from harness.client import Target
 from harness.scrape import Sample, Scraper, Series, parse_metrics, sample_of, wait_until_idle
 from harness.store import summarise_samples
@@ -130,7 +132,7 @@ async def test_a_last_look_that_fails_is_repeated() -> None:
     assert len(scraper.samples) == 2 and server.asked == 3
 
 
-async def test_waits_until_the_engine_is_idle() -> None:
+async def test_waits_until_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
     async with FakeServer(metrics=busy) as server:
         target = Target("a", server.url, "m")
@@ -143,13 +145,14 @@ async def test_waits_until_the_engine_is_idle() -> None:
         server.metrics = busy
         await asyncio.wait_for(wait_until_idle(target, asyncio.Event(), limit_s=0.1), 5)
         stop = asyncio.Event()
+        monkeypatch.setattr(scrape, "INTERVAL_S", 30.0)  # what follows waits for no look at the server
         waiting = asyncio.create_task(wait_until_idle(target, stop))
         await asyncio.sleep(0.2)
         stop.set()
-        await asyncio.wait_for(waiting, 0.5)
+        await asyncio.wait_for(waiting, 10)
 
         server.metrics = None
-        await asyncio.wait_for(wait_until_idle(target, asyncio.Event()), 0.5)
+        await asyncio.wait_for(wait_until_idle(target, asyncio.Event()), 10)
 
 
 async def test_a_server_without_metrics_gives_no_samples() -> None:

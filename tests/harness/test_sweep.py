@@ -289,7 +289,7 @@ async def test_a_spoiled_cell_is_measured_again_by_each_resumption(tmp_path: Pat
         return sorted(path.name for path in (store.path / "set_aside").glob("*.json"))
 
     async with FakeServer(lambda index, _: Script(hang_after=0 if index == 6 else -1)) as server:
-        target, plan = Target("a", server.url, "fake"), Plan((50.0, 100.0), drain_timeout_s=0.2)
+        target, plan = Target("a", server.url, "fake"), Plan((50.0, 100.0), drain_timeout_s=1.0)
         assert await measure(store, [target], TRACE, plan)
         spoil(store, first)
         spoil(store, second)
