@@ -34,7 +34,7 @@ from kimi_k3_serve.symmetric.deadline import RendezvousTimeout
 
 BLOCK, CPU = 4, torch.device("cpu")
 DELAY_S = 0.1
-MUTATION_DELAY_S = 1.5
+MUTATION_DELAY_S = 0.8
 """Once, where the fault must show: long enough for ranks that share a core, at W = 8 twice as long."""
 
 
