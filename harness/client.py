@@ -259,7 +259,7 @@ def _was_closed_before(connection: Connection, answer: CompletionAnswer, dispatc
     return (
         answer.status == STREAM_ERROR
         and answer.first_byte_s is None
-        and connection.lost.done()
+        and connection.ended
         and connection.opened_s < dispatched_s
         and answer.done_s is not None
         and answer.done_s - dispatched_s < IDLE_CLOSE_S

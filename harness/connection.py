@@ -55,12 +55,19 @@ class Connection(asyncio.Protocol):
         self._full = False  # the transport holds bytes that the socket did not take yet
 
     @property
+    def ended(self) -> bool:
+        return self.lost.done() or self._transport.is_closing()
+
+    @property
     def usable(self) -> bool:
         """It stands, and no end of it waits in the socket for the event loop to notice."""
-        return not (self.lost.done() or self._spoke or self._poll.poll(0))
+        return not (self.ended or self._spoke or self._poll.poll(0))
 
     def send(self, message: Message, answer: Answer) -> None:
         """Send the request at once; `answer` hears of everything that follows."""
+        if self.ended:  # since it was opened; its socket's number may be another connection's by now
+            answer.on_lost("the server closed the connection", self._clock())
+            return
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}

@@ -5,6 +5,7 @@ import asyncio
 import json
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,8 +17,10 @@ import uvloop
 from builders import small_trace, spec
 
 from harness import client
-from harness.client import RequestRecord, Target
+from harness.client import CompletionAnswer, RequestRecord, Target
+from harness.connection import Connector
 from harness.load import run_cell
+from harness.outbox import Outbox
 
 TRACE = small_trace(requests=1)
 TOKENS = b"".join(
@@ -143,6 +146,29 @@ async def test_a_request_that_crossed_with_a_close_is_sent_again_once(
     async with serving(handle) as url:
         record = await send_one(url)
     assert (record.status, record.reconnects, requests) == ("ok", 1, 2)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_nothing_is_sent_on_a_connection_that_has_ended(run: Callable[[Any], CompletionAnswer]) -> None:
+    """It ends between its opening and the sending, as behind a proxy whose server has just died."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def opened_and_sent() -> CompletionAnswer:
+        answer = CompletionAnswer()
+        async with serving(hang_up) as url:
+            connector = Connector(url, time.monotonic, timeout_s=10.0)
+            await connector.resolve()
+            connection = await connector.open()
+            await connection.lost
+            with Outbox() as outbox:
+                connection.send(outbox.add(b"POST / HTTP/1.1\r\n\r\n", b""), answer)
+        return answer
+
+    answer = run(opened_and_sent())
+    assert (answer.status, answer.error) == ("stream_error", "the server closed the connection")
+    assert answer.sent_s is None
 
 
 async def test_a_server_that_drops_requests_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
