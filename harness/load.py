@@ -43,7 +43,7 @@ LEAD_S = 0.05  # from the end of the preparations to the first connection
 AHEAD_S = 0.25  # a request's connection is opened at least this long before it is due
 OPEN_S = 1.0  # and no longer than this, where the client is awake to send another request anyway
 LAG_INTERVAL_S = 0.5  # each wake costs the client CPU time of its own
-PROGRESS_S = 1.0
+PROGRESS_S = 1.0  # between two looks at how far a cell is
 
 
 @dataclass(frozen=True)

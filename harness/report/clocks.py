@@ -62,7 +62,7 @@ def _note(by_arm: Mapping[str, Sequence[Busy]], max_mhz: float | None) -> str:
 def _busy(cell: Cell) -> Iterator[Busy]:
     """The samples at whose time a request was under way, of GPUs that tell clock and reasons and are not idle."""
     spans = [(r.sent_s, r.done_s) for r in cell.records if r.sent_s is not None and r.done_s is not None]
-    sent, done = (sorted(times) for times in zip(*spans, strict=True)) if spans else ([], [])
+    sent, done = sorted(sent_s for sent_s, _ in spans), sorted(done_s for _, done_s in spans)
     for sample in cell.gpus:
         mhz, mask = sample["sm_mhz"], _mask(sample["event_reasons"])
         under_way = bisect_right(sent, sample["t_s"]) > bisect_left(done, sample["t_s"])

@@ -324,7 +324,6 @@ def test_two_launches_killed_and_resumed(out: Path, capsys: pytest.CaptureFixtur
     facts = read(spoiled.with_suffix(".json")) | {"loop_lag_ms": {"p99": 1e6}}
     spoiled.with_suffix(".json").write_text(json.dumps(facts))
     assert main([*words, "--resume"]) == 0
-    # Those of a late client too, on a busy machine.
     aside = {path.stem.rpartition("-")[0] for path in (out / "set_aside").glob("*.json")}
     assert spoiled.stem in aside and (out / "set_aside" / f"{spoiled.stem}-1.parquet").exists()
     cells = list(RunStore.open(out).cells())

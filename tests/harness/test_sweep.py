@@ -64,7 +64,7 @@ async def test_servers_of_others_are_asked_what_they_are_before_each_cell(tmp_pa
     store = RunStore.create(tmp_path / "run", manifest(TRACE, ("a",)), TRACE)
 
     async def describe(_: Target, known: object) -> dict[str, object]:
-        launch = 1 + len(list(store.cells()))  # not by questions: a cell with a late client is measured again
+        launch = 1 + len(list(store.cells()))
         server.metrics = f"process_start_time_seconds {launch}\n"
         return {"digest": f"sha256:{launch}"}
 
