@@ -2,8 +2,8 @@
 """How far two arms differ, request by request, and how sure that is. Pure; times in seconds.
 
 The statistic. At one offered rate arm A was launched a times and arm B b times, and every launch served the
-same n requests. M[i, k] is the median over requests of TTFT in launch k of B minus TTFT in launch i of A. The
-estimate is the mean of M over all a * b combinations.
+same n requests, once or more often. M[i, k] is the median over requests and passes of TTFT in launch k of B minus TTFT
+in launch i of A. The estimate is the mean of M over all a * b combinations.
 
 Its uncertainty has two parts that have nothing to do with each other:
 
@@ -228,11 +228,19 @@ class _Sorted:
 
 
 def _deltas(first: Launch, other: Launch) -> dict[tuple[int, str], float]:
-    return {
-        key: other[key] - first[key]
-        for key in first.keys() & other.keys()
-        if math.isfinite(first[key]) or math.isfinite(other[key])
-    }
+    """Pass by pass; further passes of one launch meet those of the other again, from its first on.
+
+    So that no measurement is left out where launches have served the trace unequally often.
+    """
+    passes = [max(1, len({turn for turn, _ in launch})) for launch in (first, other)]
+    found = {}
+    for turn, name in first.keys() | other.keys():
+        ours, theirs = ((turn % count, name) for count in passes)
+        if ours not in first or theirs not in other:
+            continue
+        if math.isfinite(first[ours]) or math.isfinite(other[theirs]):
+            found[turn, name] = other[theirs] - first[ours]
+    return found
 
 
 # Between launches of one arm

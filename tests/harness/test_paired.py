@@ -95,6 +95,21 @@ def test_passes_over_the_trace_within_one_launch_count_as_repeats() -> None:
     assert found.cohorts == 32 and found.interval is not None and not found.knows_launches
 
 
+def test_launches_that_served_the_trace_unequally_often_leave_no_pass_out() -> None:
+    """Two launches of one pass against one launch of two: each of the four cells weighs a quarter on its side."""
+    few = {name: index // 8 for index, name in enumerate(NAMES)}  # 16 cohorts
+    first = arm(1, [0.0, 0.2], 1e-6)
+    (early,), (late,) = arm(2, [0.5], 1e-6), arm(3, [0.9], 1e-6)
+    twice = {**early, **{(1, name): value for (_, name), value in late.items()}}
+    found = paired_estimate(first, [twice], few)
+    assert (found.n, found.cohorts, found.launches) == (256, 32, (2, 1))
+    assert found.median_s == pytest.approx((0.5 + 0.9) / 2 - 0.1, abs=1e-4)
+    assert found.interval is not None and not found.knows_launches
+    turned = paired_estimate([twice], first, few)
+    assert turned.median_s == pytest.approx(-found.median_s)
+    assert launch_differences([early, twice])[0] == pytest.approx(0.2, abs=1e-4)  # halves at 0 and at 0.4
+
+
 def test_failures_count_as_infinite_and_are_never_dropped() -> None:
     broken = np.where(np.arange(len(NAMES)) % 5 == 0, math.inf, 1.5)
     found = paired_estimate(arm(1, [0.0, 0.0]), [launch(broken)] * 2, COHORT_OF)
