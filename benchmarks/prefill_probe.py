@@ -2,7 +2,7 @@
 """Inside vLLM's workers: which kernels a prefill launches, and what each takes.
 
 `worker_extension_cls="prefill_probe.PrefillProbe"`, then `collective_rpc("start_kernels")`, a request, and
-`collective_rpc("end_kernels")`. The profiler records kernels alone, no host calls.
+`collective_rpc("end_kernels")`. Kernels and copies are recorded, no host calls.
 """
 
 from collections.abc import Iterable
@@ -41,15 +41,19 @@ def summary(found: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
     Returns:
         `span_ms` from the first start to the last end, `busy_ms` of it in which any ran, and by name under `kernels`
         {"calls", "ms"}.
+
+    Raises:
+        RuntimeError: there are none.
     """
+    events = sorted(found, key=lambda event: event[1])
+    if not events:
+        raise RuntimeError("the profiler has recorded nothing on this GPU")
     kernels: dict[str, dict[str, float]] = {}
-    busy = reached = first = 0.0
-    for index, (name, start, end) in enumerate(sorted(found, key=lambda event: event[1])):
-        if index == 0:
-            first = reached = start
+    busy, reached = 0.0, events[0][1]
+    for name, start, end in events:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
         kernel = kernels.setdefault(name, {"calls": 0, "ms": 0.0})
         kernel["calls"] += 1
         kernel["ms"] += (end - start) / 1000
-    return {"span_ms": (reached - first) / 1000, "busy_ms": busy / 1000, "kernels": kernels}
+    return {"span_ms": (reached - events[0][1]) / 1000, "busy_ms": busy / 1000, "kernels": kernels}

@@ -3,29 +3,34 @@
 
     python benchmarks/prefill_profile.py --out FOLDER [--slice kimi-k3] [--arms NAME ...] [--tokens 120000]
 
-Every arm is an offline engine of a slice (`harness.slices`) in a process of its own. All load at the same time, then
-take turns, with nothing else on the GPUs: a first prompt compiles kernels, --prompts further ones are timed to their
-first token, and the last of them is asked again under PyTorch's profiler (kernels alone, prefix cache off).
+Every arm is an offline engine of a slice (`harness.slices`) in a process of its own. When all have loaded they answer
+in turns, one prompt each, the same in every arm, with nothing else on the GPUs: a first prompt compiles kernels,
+--prompts others are timed to their first token, and are then asked again under PyTorch's profiler (prefix cache off).
 
-FOLDER gets profile.json and each arm's log; printed is what differs between the arms: the profiled prompt's span on
-the GPU, how much of it any kernel ran, and every kernel whose time differs by --least milliseconds or more. Times are
-means over the ranks. A collective's kernel waits for the other rank, so its time is not transport alone.
+FOLDER gets profile.json and each arm's log and answer. Printed is what differs between the arms: first tokens, the
+profiled prompts' span on the GPU, how much of it anything ran there, and every kernel or copy whose time differs
+between two arms by --least milliseconds or more, and by more than it varies from prompt to prompt. Times are means
+over ranks and prompts, and overlapping ones both count. A kernel that waits for the other rank, of a collective or of
+peer memory, counts its waiting. The profiler slows launches: idle time in a profiled span may be its own.
 """
 
 import argparse
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from decode_arms import ARMS, UNCURED, slug
-from decode_parity import stop, turn
+from decode_parity import stop
 from decode_verdict import last_words
 
 from harness.files import write_bytes
@@ -34,6 +39,7 @@ from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 
 ROOT = Path(__file__).parents[1]
 CHUNK = 8192
+NAME = 200  # characters of a kernel's name
 KV_BYTES = 3 << 30  # of a rank: more than a prompt of 200,000 tokens takes under TP in the all-MLA slice
 
 
@@ -43,7 +49,7 @@ def main() -> None:
     )
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--slice", choices=list(FULL_ATTENTION), default="kimi-k3")
-    served = [name for name in ARMS if name not in UNCURED]
+    served = [name for name, arm in ARMS.items() if name not in UNCURED and not arm.get("graphs")]
     options.add_argument("--arms", nargs="+", choices=served, default=["tp2", "fa3+a2a", "peer fa3"])
     options.add_argument("--tokens", type=int, default=120_000)
     options.add_argument("--prompts", type=int, default=3)
@@ -58,41 +64,47 @@ def main() -> None:
     if any(args.out.iterdir()):
         sys.exit(f"{args.out} is not empty; name a new folder")
     write_slice(args.slice, args.out)
-    run(args)
-    arms = {name: json.loads((args.out / f"{slug(name)}.json").read_text()) for name in args.arms}
+    wrong = run(args)
+    answered = [name for name in args.arms if answer_file(args.out, name).is_file()]
+    arms = {name: json.loads(answer_file(args.out, name).read_text()) for name in answered}
     report = {"slice": args.slice, "tokens": args.tokens, "chunk_tokens": CHUNK, "arms": arms}
     (args.out / "profile.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     print("\n".join(table(arms, args.least)))
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
-def run(args: argparse.Namespace) -> None:
-    """Every arm to its end. Exits where one fails or the time is up."""
+def answer_file(out: Path, name: str) -> Path:
+    return out / f"{slug(name)}.json"
+
+
+def run(args: argparse.Namespace) -> list[str]:
+    """Every arm to its answer, or none any further once one has failed or the time is up; what is wrong with whom."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    running = {}
+    running: dict[str, Any] = {}
     deadline = time.monotonic() + args.timeout
     try:
         for index, name in enumerate(args.arms):
-            own = dict(ARMS[name].get("env", {})) | {
-                "VLLM_PORT": str(21000 + 200 * index),
-                "MASTER_PORT": str(20500 + index),
-            }
+            own = {**ARMS[name].get("env", {}), "VLLM_PORT": str(21000 + 200 * index)}
             with (args.out / f"{slug(name)}.log").open("w") as log:
                 running[name] = subprocess.Popen(
                     [sys.executable, __file__, *sys.argv[1:], "--arm", name],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment | own,
+                    env=environment | own | {"MASTER_PORT": str(20500 + index)},
                     start_new_session=True,
                 )
-        while None in (ended := {name: process.poll() for name, process in running.items()}).values():
-            if any(ended.values()) or time.monotonic() > deadline:
+        while True:
+            ended = [name for name in running if running[name].poll() is not None]
+            waited_for = [name for name in running if not answer_file(args.out, name).is_file()]
+            failed = [name for name in ended if name in waited_for]
+            if failed or not waited_for or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        for name, status in ended.items():
-            if status:
-                sys.exit(f"{name} failed: {last_words(args.out / f'{slug(name)}.log')}")
-        if late := [name for name, status in ended.items() if status is None]:
-            sys.exit(f"no answer of {', '.join(late)} within {args.timeout:g} s; see the logs in {args.out}")
+        if failed:
+            return [f"{name} failed: {last_words(args.out / f'{slug(name)}.log')}" for name in failed]
+        return [f"no answer of {name} within {args.timeout:g} s; see its log" for name in waited_for]
     finally:
         for process in running.values():
             stop(process)
@@ -100,6 +112,7 @@ def run(args: argparse.Namespace) -> None:
 
 def profile_arm(args: argparse.Namespace) -> None:
     """In an arm's process."""
+    signal.alarm(math.ceil(args.timeout))  # should nobody be left to end it
     from vllm import LLM
 
     arm = ARMS[args.arm]
@@ -128,17 +141,41 @@ def profile_arm(args: argparse.Namespace) -> None:
         seed=0,
         **dcp,
     )
-    asked = prompts(0, args.prompts + 1, args.tokens, VOCAB_SIZE)
-    with turn(args.out):
-        first_token(engine, asked[0])
-        engine.collective_rpc("start_kernels")  # the profiler's own first start takes seconds
-        engine.collective_rpc("end_kernels")
-        seconds = [first_token(engine, prompt) for prompt in asked[1:]]
-        engine.collective_rpc("start_kernels")
-        profiled = first_token(engine, asked[-1])
-        ranks = engine.collective_rpc("end_kernels")
-    found = {"ttft_s": seconds, "profiled_ttft_s": profiled, "ranks": ranks}
-    write_bytes(args.out / f"{slug(args.arm)}.json", json.dumps(found).encode())
+    compiling, *asked = prompts(0, args.prompts + 1, args.tokens, VOCAB_SIZE)
+    (args.out / f"{slug(args.arm)}.loaded").touch()
+    seconds: list[float] = []
+    profiled: list[float] = []
+    profiles: list[Any] = []
+    with turn(args.out, args.arms, args.arm, 0):
+        first_token(engine, compiling)
+    for count, prompt in enumerate(asked, start=1):
+        with turn(args.out, args.arms, args.arm, count):
+            seconds.append(first_token(engine, prompt))
+    for count, prompt in enumerate(asked, start=1 + len(asked)):
+        with turn(args.out, args.arms, args.arm, count):
+            engine.collective_rpc("start_kernels")
+            profiled.append(first_token(engine, prompt))
+            profiles.append(engine.collective_rpc("end_kernels"))
+    found = {"ttft_s": seconds, "profiled_ttft_s": profiled, "prompts": profiles}
+    write_bytes(answer_file(args.out, args.arm), json.dumps(found).encode())
+
+
+@contextmanager
+def turn(out: Path, arms: Sequence[str], arm: str, count: int) -> Iterator[None]:
+    """An arm's turn of this count, from 0: behind the arm before it, and the first one's behind all that load."""
+
+    def mark(name: str, what: object) -> Path:
+        return out / f"{slug(name)}.{what}"
+
+    index = arms.index(arm)
+    if index or count:
+        awaited = [mark(arms[index - 1], count if index else count - 1)]
+    else:
+        awaited = [mark(name, "loaded") for name in arms]
+    while not all(path.exists() for path in awaited):
+        time.sleep(0.02)
+    yield
+    mark(arm, count).touch()
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
@@ -153,36 +190,54 @@ def first_token(engine: Any, prompt: list[int]) -> float:
 
 def table(arms: Mapping[str, Mapping[str, Any]], least: float) -> Iterator[str]:
     """Lines: one column an arm, milliseconds; kernels by how much they differ."""
-    yield f"{'milliseconds':70s}" + "".join(f"{name:>12s}" for name in arms)
-    totals = {
-        "first token, median": lambda arm: 1000 * statistics.median(arm["ttft_s"]),
-        "span of the profiled prompt": lambda arm: mean(arm, "span_ms"),
-        "of it a kernel ran": lambda arm: mean(arm, "busy_ms"),
-    }
-    for what, total in totals.items():
-        yield f"{what:70s}" + "".join(f"{total(arm):12.1f}" for arm in arms.values())
-    times = {name: kernel_ms(arm) for name, arm in arms.items()}
-    spread = {}
-    for kernel in sorted(set().union(*times.values())):
-        of = [found.get(kernel, 0.0) for found in times.values()]
-        spread[kernel] = max(of) - min(of)
-    for kernel in sorted(spread, key=lambda kernel: -spread[kernel]):
-        if spread[kernel] >= least:
-            yield f"{kernel[:68]:70s}" + "".join(
-                f"{found.get(kernel, 0.0):12.1f}" for found in times.values()
-            )
+    columns = list(arms.values())
+    times = [kernel_ms(arm) for arm in columns]
+    listed = differing(times, least)
+    yield line(arms, "milliseconds")
+    for what, values in {
+        "first token, median, not profiled": [1000 * statistics.median(arm["ttft_s"]) for arm in columns],
+        "first token, median, profiled": [
+            1000 * statistics.median(arm["profiled_ttft_s"]) for arm in columns
+        ],
+        "span on the GPU": [mean(arm, "span_ms") for arm in columns],
+        "of it anything ran": [mean(arm, "busy_ms") for arm in columns],
+        "all kernels, summed": [sum(map(statistics.mean, found.values())) for found in times],
+        **{kernel: [statistics.mean(found.get(kernel, [0.0])) for found in times] for kernel in listed},
+        "kernels not listed, summed": [
+            sum(statistics.mean(ms) for kernel, ms in found.items() if kernel not in listed)
+            for found in times
+        ],
+    }.items():
+        yield line([f"{value:.1f}" for value in values], what[:NAME])
+
+
+def line(columns: Iterable[str], what: str) -> str:
+    return "".join(f"{column:>12s}" for column in columns) + f"  {what}"
+
+
+def differing(times: Sequence[Mapping[str, Sequence[float]]], least: float) -> list[str]:
+    """Kernels of which two arms take times that differ by `least`, and by more than between their prompts."""
+    apart = {}
+    for kernel in sorted({kernel for found in times for kernel in found}):
+        arms = sorted((found.get(kernel, [0.0]) for found in times), key=statistics.mean)
+        fast, slow = arms[0], arms[-1]
+        difference = statistics.mean(slow) - statistics.mean(fast)
+        if difference >= least and min(slow) > max(fast):
+            apart[kernel] = difference
+    return sorted(apart, key=lambda kernel: -apart[kernel])
 
 
 def mean(arm: Mapping[str, Any], what: str) -> float:
-    return statistics.mean(rank[what] for rank in arm["ranks"])
+    return statistics.mean(rank[what] for ranks in arm["prompts"] for rank in ranks)
 
 
-def kernel_ms(arm: Mapping[str, Any]) -> dict[str, float]:
-    """By kernel, the mean over the ranks; a rank that did not launch it counts as zero."""
-    ranks = [rank["kernels"] for rank in arm["ranks"]]
+def kernel_ms(arm: Mapping[str, Any]) -> dict[str, list[float]]:
+    """By kernel, of each prompt the mean over the ranks; a rank that did not launch it counts as zero."""
+    prompts = [[rank["kernels"] for rank in ranks] for ranks in arm["prompts"]]
+    names = {name for ranks in prompts for rank in ranks for name in rank}
     return {
-        name: sum(rank[name]["ms"] for rank in ranks if name in rank) / len(ranks)
-        for name in {name for rank in ranks for name in rank}
+        name: [sum(rank[name]["ms"] for rank in ranks if name in rank) / len(ranks) for ranks in prompts]
+        for name in names
     }
 
 

@@ -5,6 +5,8 @@ import argparse
 import importlib
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,42 +47,88 @@ def test_the_probe_reads_what_the_profiler_recorded(load: Any, monkeypatch: pyte
     assert 0 < summary["kernels"]["aten::mm"]["ms"] <= summary["busy_ms"] <= summary["span_ms"]
 
 
-def test_kernels_that_differ_stand_in_the_table_the_farthest_apart_first(load: Any) -> None:
-    def arm(**ms: float) -> dict[str, Any]:
-        kernels = {name: {"calls": 1, "ms": value} for name, value in ms.items()}
-        return {"ttft_s": [1.0], "ranks": [{"span_ms": 9.0, "busy_ms": 8.0, "kernels": kernels}] * 2}
+def answer(*prompts: dict[str, float]) -> dict[str, Any]:
+    """Of one arm with two ranks alike: each prompt's kernels, in milliseconds."""
+    ranks = [
+        {
+            "span_ms": 9.0,
+            "busy_ms": 8.0,
+            "kernels": {name: {"calls": 1, "ms": ms} for name, ms in prompt.items()},
+        }
+        for prompt in prompts
+    ]
+    return {"ttft_s": [1.0], "profiled_ttft_s": [1.1], "prompts": [[rank, rank] for rank in ranks]}
 
-    arms = {"tp2": arm(gemm=5.0, near=1.0), "peer fa3": arm(gemm=5.2, publish=1.0, near=1.4)}
+
+def test_kernels_that_differ_stand_in_the_table_the_farthest_apart_first(load: Any) -> None:
+    arms = {
+        "tp2": answer({"gemm": 5.0, "near": 1.0, "noisy": 1.0}, {"gemm": 5.2, "near": 1.0, "noisy": 3.0}),
+        "peer fa3": answer({"gemm": 5.1, "near": 1.4, "noisy": 2.5, "publish": 1.0}),
+    }
     lines = list(load("prefill_profile").table(arms, least=0.3))
-    assert [line.split()[0] for line in lines[4:]] == ["publish", "near"]
-    assert lines[4].split()[1:] == ["0.0", "1.0"]
+    assert [line.split()[-1] for line in lines[6:-1]] == ["publish", "near"]
+    assert lines[6].split()[:2] == ["0.0", "1.0"]
+    assert lines[5].split()[:2] == ["8.1", "10.0"]  # all kernels
+    assert lines[-1].split()[:2] == ["7.1", "7.6"]  # gemm, and noisy, which varies as much in one arm
 
 
 def test_a_kernel_of_one_rank_alone_counts_half(load: Any) -> None:
     ranks = [{"kernels": {"copy": {"calls": 1, "ms": 3.0}}}, {"kernels": {}}]
-    assert load("prefill_profile").kernel_ms({"ranks": ranks}) == {"copy": pytest.approx(1.5)}
+    assert load("prefill_profile").kernel_ms({"prompts": [ranks]}) == {"copy": [pytest.approx(1.5)]}
+
+
+def test_a_profile_without_kernels_is_an_error(load: Any) -> None:
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        load("prefill_probe").summary([])
+
+
+def test_arms_take_turns_once_all_have_loaded(load: Any, tmp_path: Path) -> None:
+    module, arms = load("prefill_profile"), ["tp2", "fa3+a2a", "peer fa3"]
+    taken: list[tuple[str, int]] = []
+
+    def work(name: str) -> None:
+        (tmp_path / f"{module.slug(name)}.loaded").touch()
+        for count in range(3):
+            with module.turn(tmp_path, arms, name, count):
+                taken.append((name, count))
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in reversed(arms)]
+    for thread in threads[:2]:
+        thread.start()
+    time.sleep(0.2)
+    assert taken == []  # the first arm has not loaded yet
+    threads[2].start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert taken == [(name, count) for count in range(3) for name in arms]
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("scripts", "wrong"),
     [
-        ("import sys; print('OSError: no such card'); sys.exit(1)", "tp2 failed: OSError: no such card"),
-        ("import time; time.sleep(60)", "no answer of tp2 within 0.3 s"),
+        (["import sys; print('OSError: no such card'); sys.exit(1)"], ["tp2 failed: OSError: no such card"]),
+        (["import time; time.sleep(60)"], ["no answer of tp2 within 0.5 s; see its log"]),
+        (
+            ["from pathlib import Path; Path('tp2.json').touch(); import time; time.sleep(60)", "import bad"],
+            ["peer fa3 failed: ModuleNotFoundError: No module named 'bad'"],
+        ),
+        (["from pathlib import Path; Path('tp2.json').touch(); import time; time.sleep(60)"], []),
     ],
 )
-def test_an_arm_without_an_answer_ends_the_run_with_the_reason(
-    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: str
+def test_a_run_ends_with_what_is_wrong_and_leaves_nothing_behind(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripts: list[str], wrong: list[str]
 ) -> None:
-    started = []
-    real = subprocess.Popen
+    started: list[Any] = []
+    popen = subprocess.Popen
 
     def start(_: Any, **how: Any) -> Any:
-        started.append(real([sys.executable, "-c", script], **how))
+        started.append(popen([sys.executable, "-c", scripts[len(started)]], cwd=tmp_path, **how))
         return started[-1]
 
     module = load("prefill_profile")
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     monkeypatch.setattr(module.subprocess, "Popen", start)
-    timeout = 60.0 if "failed" in words else 0.3
-    with pytest.raises(SystemExit, match=words):
-        module.run(argparse.Namespace(out=tmp_path, arms=["tp2"], timeout=timeout))
-    assert started[0].poll() is not None
+    arms = ["tp2", "peer fa3"][: len(scripts)]
+    timeout = 0.5 if "no answer" in "".join(wrong) else 60.0
+    assert module.run(argparse.Namespace(out=tmp_path, arms=arms, timeout=timeout)) == wrong
+    assert all(process.poll() is not None for process in started)
