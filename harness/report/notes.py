@@ -7,10 +7,19 @@ from typing import Any
 from harness.report.clocks import clock_notes
 from harness.store import Cell
 
+UNUSED_MIB = 1024
+"""At most so much of a GPU's memory is in use, by drivers and displays, where nothing computes on it."""
+
 
 def notes_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
     """All notes of a run, a sentence or more each."""
-    return [*manifest["notes"], *_set_aside(cells), *_vllm_nccl(manifest), *clock_notes(manifest, cells)]
+    return [
+        *manifest["notes"],
+        *_set_aside(cells),
+        *_vllm_nccl(manifest),
+        *_others_on_the_gpus(manifest),
+        *clock_notes(manifest, cells),
+    ]
 
 
 def _set_aside(cells: Sequence[Cell]) -> Iterator[str]:
@@ -34,3 +43,29 @@ def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
             f"vLLM's own NCCL wrapper was disabled in {', '.join(names)}, collectives went through torch.distributed:"
             f" {reason}."
         )
+
+
+def _others_on_the_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Memory in use before a session's engines started, or after they had ended: other work, that may disturb."""
+    for number, session in enumerate(manifest.get("sessions", ()), start=1):
+        for when, key in (
+            ("before its engines started", "gpus"),
+            ("after its engines had ended", "gpus_at_end"),
+        ):
+            used = {
+                gpu: facts["memory.used"]
+                for gpu, facts in enumerate(session.get(key, ()))
+                if _mib(facts["memory.used"]) > UNUSED_MIB
+            }
+            if used:
+                held = ", ".join(f"{amount} of GPU {gpu}" for gpu, amount in used.items())
+                yield (
+                    f"Session {number}: {held} were in use {when}. That is none of this run's: other work was on the"
+                    " GPUs and may have disturbed it."
+                )
+
+
+def _mib(amount: str) -> float:
+    """As nvidia-smi writes it (`6434 MiB`); 0 where a GPU does not tell."""
+    number = amount.removesuffix(" MiB")
+    return float(number) if number.isdecimal() else 0.0

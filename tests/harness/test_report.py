@@ -409,6 +409,25 @@ def test_a_note_says_where_vllms_nccl_wrapper_was_disabled(tmp_path: Path) -> No
     assert notes(disabled, ranks=1) == notes({"active": True, "reason": "NCCL 2.29.7"}) == notes(None) == []
 
 
+def test_a_note_says_where_others_held_memory_of_the_gpus(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    manifest, cells = store.manifest, list(store.cells())
+
+    def gpus(*used: str) -> list[dict[str, str]]:
+        return [{"memory.used": amount} for amount in used]
+
+    manifest["sessions"] = [
+        {"gpus": gpus("0 MiB", "1024 MiB"), "gpus_at_end": gpus("[N/A]", "3 MiB")},
+        {"gpus": gpus("0 MiB", "2048 MiB")},  # ended without a word
+        {"gpus": [], "gpus_at_end": gpus("6434 MiB", "6435 MiB")},
+    ]
+    ending = "That is none of this run's: other work was on the GPUs and may have disturbed it."
+    assert build_summary(manifest, cells)["notes"] == [
+        f"Session 2: 2048 MiB of GPU 1 were in use before its engines started. {ending}",
+        "Session 3: 6434 MiB of GPU 0, 6435 MiB of GPU 1 were in use after its engines had ended. " + ending,
+    ]
+
+
 def test_parity_is_passed_on(tmp_path: Path) -> None:
     parity: dict[str, Any] = {"ok": True, "compared": 12, "diverged": []}
     summary = summary_of(tmp_path / "run", PAIR, parity=parity)
