@@ -9,7 +9,7 @@ in turns, one prompt each, the same in every arm, with nothing else on the GPUs:
 
 FOLDER gets profile.json and each arm's log and answer. Printed is what differs between the arms: first tokens, the
 profiled prompts' span on the GPU, how much of it anything ran there, and every kernel or copy whose time differs
-between two arms by --least milliseconds or more, and by more than it varies from prompt to prompt. Times are means
+between two arms by --least milliseconds or more, every prompt of one above every prompt of the other. Times are means
 over ranks and prompts, and overlapping ones both count. A kernel that waits for the other rank, of a collective or of
 peer memory, counts its waiting. The profiler slows launches: idle time in a profiled span may be its own.
 """
@@ -24,7 +24,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ from harness.long_context import prompts
 from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 
 ROOT = Path(__file__).parents[1]
-CHUNK = 8192
-NAME = 200  # characters of a kernel's name
+CHUNK_TOKENS = 8192
+NAME_WIDTH = 200  # characters of a kernel's name
 KV_BYTES = 3 << 30  # of a rank: more than a prompt of 200,000 tokens takes under TP in the all-MLA slice
 
 
@@ -57,6 +58,7 @@ def main() -> None:
     options.add_argument("--timeout", type=float, default=400.0, help="seconds for all arms")
     options.add_argument("--arm", choices=served, help=argparse.SUPPRESS)
     args = options.parse_args()
+    args.arms = list(dict.fromkeys(args.arms))
     if args.arm:
         profile_arm(args)
         return
@@ -67,9 +69,10 @@ def main() -> None:
     wrong = run(args)
     answered = [name for name in args.arms if answer_file(args.out, name).is_file()]
     arms = {name: json.loads(answer_file(args.out, name).read_text()) for name in answered}
-    report = {"slice": args.slice, "tokens": args.tokens, "chunk_tokens": CHUNK, "arms": arms}
+    report = {"slice": args.slice, "tokens": args.tokens, "chunk_tokens": CHUNK_TOKENS, "arms": arms}
     (args.out / "profile.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    print("\n".join(table(arms, args.least)))
+    if arms:
+        print("\n".join(table(arms, args.least)))
     if wrong:
         sys.exit("\n".join(wrong))
 
@@ -86,13 +89,13 @@ def run(args: argparse.Namespace) -> list[str]:
     deadline = time.monotonic() + args.timeout
     try:
         for index, name in enumerate(args.arms):
-            own = {**ARMS[name].get("env", {}), "VLLM_PORT": str(21000 + 200 * index)}
+            ports = {"VLLM_PORT": str(21000 + 200 * index), "MASTER_PORT": str(20500 + index)}
             with (args.out / f"{slug(name)}.log").open("w") as log:
                 running[name] = subprocess.Popen(
                     [sys.executable, __file__, *sys.argv[1:], "--arm", name],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment | own | {"MASTER_PORT": str(20500 + index)},
+                    env=environment | ARMS[name].get("env", {}) | ports,
                     start_new_session=True,
                 )
         while True:
@@ -112,7 +115,7 @@ def run(args: argparse.Namespace) -> list[str]:
 
 def profile_arm(args: argparse.Namespace) -> None:
     """In an arm's process."""
-    signal.alarm(math.ceil(args.timeout))  # should nobody be left to end it
+    signal.alarm(math.ceil(args.timeout) + 10)  # should nobody be left to end it
     from vllm import LLM
 
     arm = ARMS[args.arm]
@@ -131,7 +134,7 @@ def profile_arm(args: argparse.Namespace) -> None:
         enforce_eager=True,
         compilation_config={"mode": 0},
         max_model_len=args.tokens + 64,
-        max_num_batched_tokens=CHUNK,
+        max_num_batched_tokens=CHUNK_TOKENS,
         max_num_seqs=16,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.15,  # of memory that must be free at the start; the KV cache has its own figure
@@ -146,13 +149,18 @@ def profile_arm(args: argparse.Namespace) -> None:
     seconds: list[float] = []
     profiled: list[float] = []
     profiles: list[Any] = []
-    with turn(args.out, args.arms, args.arm, 0):
+    rounds = count()
+
+    def my_turn() -> AbstractContextManager[None]:
+        return turn(args.out, args.arms, args.arm, next(rounds))
+
+    with my_turn():
         first_token(engine, compiling)
-    for count, prompt in enumerate(asked, start=1):
-        with turn(args.out, args.arms, args.arm, count):
+    for prompt in asked:
+        with my_turn():
             seconds.append(first_token(engine, prompt))
-    for count, prompt in enumerate(asked, start=1 + len(asked)):
-        with turn(args.out, args.arms, args.arm, count):
+    for prompt in asked:
+        with my_turn():
             engine.collective_rpc("start_kernels")
             profiled.append(first_token(engine, prompt))
             profiles.append(engine.collective_rpc("end_kernels"))
@@ -161,21 +169,21 @@ def profile_arm(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def turn(out: Path, arms: Sequence[str], arm: str, count: int) -> Iterator[None]:
-    """An arm's turn of this count, from 0: behind the arm before it, and the first one's behind all that load."""
+def turn(out: Path, arms: Sequence[str], arm: str, number: int) -> Iterator[None]:
+    """An arm's turn of this number, from 0: behind the arm before it, and the first one's behind all that load."""
 
-    def mark(name: str, what: object) -> Path:
+    def mark(name: str, what: int | str) -> Path:
         return out / f"{slug(name)}.{what}"
 
     index = arms.index(arm)
-    if index or count:
-        awaited = [mark(arms[index - 1], count if index else count - 1)]
+    if index or number:
+        awaited = [mark(arms[index - 1], number if index else number - 1)]
     else:
         awaited = [mark(name, "loaded") for name in arms]
     while not all(path.exists() for path in awaited):
         time.sleep(0.02)
     yield
-    mark(arm, count).touch()
+    mark(arm, number).touch()
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
@@ -208,7 +216,7 @@ def table(arms: Mapping[str, Mapping[str, Any]], least: float) -> Iterator[str]:
             for found in times
         ],
     }.items():
-        yield line([f"{value:.1f}" for value in values], what[:NAME])
+        yield line([f"{value:.1f}" for value in values], what[:NAME_WIDTH])
 
 
 def line(columns: Iterable[str], what: str) -> str:
@@ -216,15 +224,19 @@ def line(columns: Iterable[str], what: str) -> str:
 
 
 def differing(times: Sequence[Mapping[str, Sequence[float]]], least: float) -> list[str]:
-    """Kernels of which two arms take times that differ by `least`, and by more than between their prompts."""
+    """Kernels of which two arms lie `least` apart, and every prompt of one above every prompt of the other."""
     apart = {}
     for kernel in sorted({kernel for found in times for kernel in found}):
-        arms = sorted((found.get(kernel, [0.0]) for found in times), key=statistics.mean)
-        fast, slow = arms[0], arms[-1]
-        difference = statistics.mean(slow) - statistics.mean(fast)
-        if difference >= least and min(slow) > max(fast):
-            apart[kernel] = difference
-    return sorted(apart, key=lambda kernel: -apart[kernel])
+        arms = [found.get(kernel, [0.0]) for found in times]
+        apart[kernel] = max(
+            (
+                statistics.mean(slow) - statistics.mean(fast)
+                for fast, slow in permutations(arms, 2)
+                if min(slow) > max(fast)
+            ),
+            default=0.0,
+        )
+    return sorted((kernel for kernel in apart if apart[kernel] >= least), key=lambda kernel: -apart[kernel])
 
 
 def mean(arm: Mapping[str, Any], what: str) -> float:
@@ -233,10 +245,10 @@ def mean(arm: Mapping[str, Any], what: str) -> float:
 
 def kernel_ms(arm: Mapping[str, Any]) -> dict[str, list[float]]:
     """By kernel, of each prompt the mean over the ranks; a rank that did not launch it counts as zero."""
-    prompts = [[rank["kernels"] for rank in ranks] for ranks in arm["prompts"]]
-    names = {name for ranks in prompts for rank in ranks for name in rank}
+    by_prompt = [[rank["kernels"] for rank in ranks] for ranks in arm["prompts"]]
+    names = {name for ranks in by_prompt for rank in ranks for name in rank}
     return {
-        name: [sum(rank[name]["ms"] for rank in ranks if name in rank) / len(ranks) for ranks in prompts]
+        name: [sum(rank[name]["ms"] for rank in ranks if name in rank) / len(ranks) for ranks in by_prompt]
         for name in names
     }
 

@@ -66,8 +66,11 @@ def compared(first: RunStore, second: RunStore, arm: str | None = None) -> tuple
     return {
         **facts,
         "arms": arms,
-        "gpus": [gpu for m in manifests for gpu in m.get("gpus", ())],
-        "sessions": [session for m in manifests for session in m.get("sessions", ())],
+        "sessions": [
+            {**session, "name": f"{label}, session {number}"}
+            for manifest, label in zip(manifests, labels, strict=True)
+            for number, session in enumerate(manifest.get("sessions", ()), start=1)
+        ],
         "notes": _notes(manifests, labels, verdicts),
         "parity": parity,
         "client_calibration": calibrate.worst(points) if points else None,

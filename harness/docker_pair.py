@@ -186,8 +186,8 @@ class DockerRun:
             shared_cores=False,
             notes=["Parity compares the arms with each other: there is no float32 reference for them."],
         )
-        manifest |= {"gpus": gpu_facts(), "timeouts": Plan(plan.rates).timeouts}
-        add_session(manifest)
+        manifest["timeouts"] = Plan(plan.rates).timeouts
+        add_session(manifest, gpus=gpu_facts())
         keep(manifest, await brief(trace, min(plan.rates)))
         self._folder = run = RunFolder(RunStore.create(plan.out, manifest, trace), manifest)
         for arm in plan.arms:

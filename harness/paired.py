@@ -228,18 +228,17 @@ class _Sorted:
 
 
 def _deltas(first: Launch, other: Launch) -> dict[tuple[int, str], float]:
-    """Pass by pass; further passes of one launch meet those of the other again, from its first on.
-
-    So that no measurement is left out where launches have served the trace unequally often.
-    """
-    passes = [max(1, len({turn for turn, _ in launch})) for launch in (first, other)]
+    """Pass by pass; the passes of a launch that has fewer come round again until all have met equally many."""
+    passes = [sorted({turn for turn, _ in launch}) for launch in (first, other)]
+    if not all(passes):
+        return {}
     found = {}
-    for turn, name in first.keys() | other.keys():
-        ours, theirs = ((turn % count, name) for count in passes)
-        if ours not in first or theirs not in other:
-            continue
-        if math.isfinite(first[ours]) or math.isfinite(other[theirs]):
-            found[turn, name] = other[theirs] - first[ours]
+    for turn in range(math.lcm(*map(len, passes))):
+        ours, theirs = (own[turn % len(own)] for own in passes)
+        for name in (name for own_turn, name in first if own_turn == ours):
+            before, after = first[ours, name], other.get((theirs, name))
+            if after is not None and (math.isfinite(before) or math.isfinite(after)):
+                found[turn, name] = after - before
     return found
 
 

@@ -80,6 +80,6 @@ def _mask(text: str) -> int | None:
 
 def _max_mhz(manifest: Mapping[str, Any]) -> float | None:
     """The highest that a GPU of the run can reach, where the manifest has it (`1980 MHz`)."""
-    gpus = [gpu for facts in (manifest, *manifest.get("sessions", ())) for gpu in facts.get("gpus", ())]
+    gpus = [gpu for session in manifest.get("sessions", ()) for gpu in session.get("gpus", ())]
     told = (gpu["clocks.max.sm"].removesuffix(" MHz") for gpu in gpus)
     return max((float(mhz) for mhz in told if mhz.isdecimal()), default=None)

@@ -8,7 +8,7 @@ from harness.report.clocks import clock_notes
 from harness.store import Cell
 
 UNUSED_MIB = 1024
-"""At most so much of a GPU's memory is in use, by drivers and displays, where nothing computes on it."""
+"""Drivers and displays take up to so much of a GPU on which nothing computes."""
 
 
 def notes_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
@@ -46,26 +46,23 @@ def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _others_on_the_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Memory in use before a session's engines started, or after they had ended: other work, that may disturb."""
+    """Memory in use before a session's engines started, or after they had ended: something else's, that may disturb."""
     for number, session in enumerate(manifest.get("sessions", ()), start=1):
+        name = session.get("name", f"Session {number}")
         for when, key in (
             ("before its engines started", "gpus"),
             ("after its engines had ended", "gpus_at_end"),
         ):
-            used = {
-                gpu: facts["memory.used"]
-                for gpu, facts in enumerate(session.get(key, ()))
-                if _mib(facts["memory.used"]) > UNUSED_MIB
-            }
-            if used:
-                held = ", ".join(f"{amount} of GPU {gpu}" for gpu, amount in used.items())
+            used = [facts.get("memory.used", "") for facts in session.get(key, ())]
+            held = [f"{amount} of GPU {gpu}" for gpu, amount in enumerate(used) if _mib(amount) > UNUSED_MIB]
+            if held:
                 yield (
-                    f"Session {number}: {held} were in use {when}. That is none of this run's: other work was on the"
-                    " GPUs and may have disturbed it."
+                    f"{name}: {', '.join(held)} in use {when}, by none of them; whatever held it may have"
+                    " disturbed the session."
                 )
 
 
 def _mib(amount: str) -> float:
-    """As nvidia-smi writes it (`6434 MiB`); 0 where a GPU does not tell."""
+    """As nvidia-smi writes it (`6434 MiB`); 0 where it does not tell."""
     number = amount.removesuffix(" MiB")
     return float(number) if number.isdecimal() else 0.0

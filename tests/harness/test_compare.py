@@ -45,6 +45,12 @@ def test_all_arms_stand_against_the_first_runs_first(
         assert line in printed
 
 
+def test_a_note_on_a_session_names_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sessions = [{}, {"gpus": [{"memory.used": "2048 MiB"}]}]
+    assert main(["compare", run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.3, sessions=sessions)]) == 0
+    assert "b, session 2: 2048 MiB of GPU 0 in use before its engines started" in capsys.readouterr().out
+
+
 def test_different_traces_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = small_trace(seed=8)
     assert main(["compare", run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.0, other)]) == 2

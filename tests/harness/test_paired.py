@@ -96,18 +96,25 @@ def test_passes_over_the_trace_within_one_launch_count_as_repeats() -> None:
 
 
 def test_launches_that_served_the_trace_unequally_often_leave_no_pass_out() -> None:
-    """Two launches of one pass against one launch of two: each of the four cells weighs a quarter on its side."""
     few = {name: index // 8 for index, name in enumerate(NAMES)}  # 16 cohorts
-    first = arm(1, [0.0, 0.2], 1e-6)
-    (early,), (late,) = arm(2, [0.5], 1e-6), arm(3, [0.9], 1e-6)
-    twice = {**early, **{(1, name): value for (_, name), value in late.items()}}
-    found = paired_estimate(first, [twice], few)
+
+    def served(*times_s: float) -> Launch:
+        """One launch; a pass for each time."""
+        return {(turn, name): time_s for turn, time_s in enumerate(times_s) for name in NAMES}
+
+    # The median of two halves that differ lies between them.
+    found = paired_estimate([served(1.0), served(1.2)], [served(1.5, 1.9)], few)
     assert (found.n, found.cohorts, found.launches) == (256, 32, (2, 1))
-    assert found.median_s == pytest.approx((0.5 + 0.9) / 2 - 0.1, abs=1e-4)
+    assert found.median_s == pytest.approx((0.5 + 0.9 + 0.3 + 0.7) / 4)
     assert found.interval is not None and not found.knows_launches
-    turned = paired_estimate([twice], first, few)
+    turned = paired_estimate([served(1.5, 1.9)], [served(1.0), served(1.2)], few)
     assert turned.median_s == pytest.approx(-found.median_s)
-    assert launch_differences([early, twice])[0] == pytest.approx(0.2, abs=1e-4)  # halves at 0 and at 0.4
+    # Two passes against three: each pass meets each of the other launch once.
+    uneven = paired_estimate([served(1.0, 3.0)], [served(0.0, 10.0, 20.0)], few)
+    assert (uneven.n, uneven.cohorts) == (6 * len(NAMES), 32)
+    assert uneven.median_s == pytest.approx((7.0 + 9.0) / 2)  # of -3, -1, 7, 9, 17, 19
+    assert launch_differences([served(1.0), served(1.0, 1.4)]) == [pytest.approx(0.2)]
+    assert paired_estimate([served(1.0)], [{}], few).n == 0
 
 
 def test_failures_count_as_infinite_and_are_never_dropped() -> None:

@@ -421,10 +421,10 @@ def test_a_note_says_where_others_held_memory_of_the_gpus(tmp_path: Path) -> Non
         {"gpus": gpus("0 MiB", "2048 MiB")},  # ended without a word
         {"gpus": [], "gpus_at_end": gpus("6434 MiB", "6435 MiB")},
     ]
-    ending = "That is none of this run's: other work was on the GPUs and may have disturbed it."
+    ending = "by none of them; whatever held it may have disturbed the session."
     assert build_summary(manifest, cells)["notes"] == [
-        f"Session 2: 2048 MiB of GPU 1 were in use before its engines started. {ending}",
-        "Session 3: 6434 MiB of GPU 0, 6435 MiB of GPU 1 were in use after its engines had ended. " + ending,
+        f"Session 2: 2048 MiB of GPU 1 in use before its engines started, {ending}",
+        f"Session 3: 6434 MiB of GPU 0, 6435 MiB of GPU 1 in use after its engines had ended, {ending}",
     ]
 
 
