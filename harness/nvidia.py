@@ -103,7 +103,7 @@ class GpuSampler:
                 values = [value.strip() for value in line.split(",")]
                 if len(values) == len(SAMPLED) and values[0].isdecimal():
                     unix_s = self._epoch_s + time.monotonic()
-                    sm, memory, power, temperature = map(_number, values[1:-1])
+                    sm, memory, power, temperature = map(number, values[1:-1])
                     self.samples.append(
                         GpuSample(unix_s, int(values[0]), sm, memory, power, temperature, values[-1])
                     )
@@ -127,9 +127,10 @@ def _extremes(values: Sequence[float | None]) -> dict[str, float] | None:
     return {"min": min(known), "median": median(known), "max": max(known)} if known else None
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
+    """Of what nvidia-smi writes, with its unit (`1980 MHz`) or without; None where it does not tell (`[N/A]`)."""
     try:
-        return float(text)
+        return float(text.partition(" ")[0])
     except ValueError:
         return None
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from harness.nvidia import number
 from harness.store import Cell
 
 IDLE = 0x1
@@ -81,5 +82,4 @@ def _mask(text: str) -> int | None:
 def _max_mhz(manifest: Mapping[str, Any]) -> float | None:
     """The highest that a GPU of the run can reach, where the manifest has it (`1980 MHz`)."""
     gpus = [gpu for session in manifest.get("sessions", ()) for gpu in session.get("gpus", ())]
-    told = (gpu["clocks.max.sm"].removesuffix(" MHz") for gpu in gpus)
-    return max((float(mhz) for mhz in told if mhz.isdecimal()), default=None)
+    return max((mhz for gpu in gpus if (mhz := number(gpu["clocks.max.sm"])) is not None), default=None)

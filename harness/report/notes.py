@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.nvidia import number
 from harness.report.clocks import clock_notes
 from harness.store import Cell
 
@@ -47,22 +48,20 @@ def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _others_on_the_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Memory in use before a session's engines started, or after they had ended: something else's, that may disturb."""
-    for number, session in enumerate(manifest.get("sessions", ()), start=1):
-        name = session.get("name", f"Session {number}")
+    for index, session in enumerate(manifest.get("sessions", ()), start=1):
+        name = session.get("name", f"Session {index}")
         for when, key in (
             ("before its engines started", "gpus"),
             ("after its engines had ended", "gpus_at_end"),
         ):
             used = [facts.get("memory.used", "") for facts in session.get(key, ())]
-            held = [f"{amount} of GPU {gpu}" for gpu, amount in enumerate(used) if _mib(amount) > UNUSED_MIB]
+            held = [
+                f"{amount} of GPU {gpu}"
+                for gpu, amount in enumerate(used)
+                if (number(amount) or 0) > UNUSED_MIB
+            ]
             if held:
                 yield (
                     f"{name}: {', '.join(held)} in use {when}, by none of them; whatever held it may have"
                     " disturbed the session."
                 )
-
-
-def _mib(amount: str) -> float:
-    """As nvidia-smi writes it (`6434 MiB`); 0 where it does not tell."""
-    number = amount.removesuffix(" MiB")
-    return float(number) if number.isdecimal() else 0.0

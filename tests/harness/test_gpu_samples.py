@@ -165,7 +165,8 @@ def test_without_clocks_there_is_no_note(gpus: list[GpuSample], tmp_path: Path) 
 
 def test_runs_that_are_compared_are_warned_of_likewise(tmp_path: Path) -> None:
     """The highest clock is that of both hosts' GPUs."""
-    slow = run_of(tmp_path / "slow", {("tp2", 1.0): SLOWED}, gpus=[{"clocks.max.sm": "1755 MHz"}])
+    lower = [{"gpus": [{"clocks.max.sm": "1755 MHz"}]}]
+    slow = run_of(tmp_path / "slow", {("tp2", 1.0): SLOWED}, sessions=lower)
     free = run_of(tmp_path / "free", {("tp2", 1.0): FREE}, sessions=SESSIONS)
     (told,) = [note for note in build_summary(*compared(slow, free, "tp2"))["notes"] if "SM clock" in note]
     assert "slow:tp2 1,550 MHz, free:tp2 1,940 MHz, of at most 1,980 MHz." in told
