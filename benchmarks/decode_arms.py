@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `decode_parity.py` compares: the slice, the prompts' lengths, and the arms."""
+"""What `decode_parity.py` compares, and `prefill_profile.py`: the slice, the prompts' lengths, and the arms."""
 
 from typing import Any
 
@@ -83,6 +83,33 @@ ARMS: dict[str, dict[str, Any]] = {
     "peer triton": {"backend": "PEER_TRITON_MLA"},
     "peer fa3 graphs": {"backend": "PEER_FLASH_ATTN_MLA", "graphs": True},
 }
+
+
+def engine_arguments(name: str) -> dict[str, Any]:
+    """What every offline engine of an arm is made with; its model, sizes and graphs come on top."""
+    arm = ARMS[name]
+    dcp: dict[str, Any] = {}
+    if name != "tp2":
+        dcp = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
+    if "dcp_comm_backend" in arm:
+        dcp["dcp_comm_backend"] = arm["dcp_comm_backend"]
+    return {
+        "skip_tokenizer_init": True,
+        "load_format": "kimi_k3_seeded",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "attention_backend": arm["backend"],
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": 0,
+        **dcp,
+    }
+
+
+def environment(name: str, index: int) -> dict[str, str]:
+    """An arm's own, and ports of its own: `index` tells arms apart that run at once."""
+    ports = {"VLLM_PORT": str(21000 + 200 * index), "MASTER_PORT": str(20500 + index)}
+    return dict(ARMS[name].get("env", {})) | ports
 
 
 def slug(name: str) -> str:

@@ -40,7 +40,17 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from decode_arms import ARMS, CONFIG, GRAPHS, LENGTHS, OUTPUT_TOKENS, UNCURED, slug
+from decode_arms import (
+    ARMS,
+    CONFIG,
+    GRAPHS,
+    LENGTHS,
+    OUTPUT_TOKENS,
+    UNCURED,
+    engine_arguments,
+    environment,
+    slug,
+)
 from decode_verdict import judge, last_words, progress, progress_file, table
 
 from harness.files import write_bytes  # whole or not at all: an arm may be killed at any time
@@ -103,7 +113,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The reference and every arm, at most `args.together` at once; by arm its exit status or that it was late."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    inherited = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     reference = [sys.executable, "-m", "kimi_k3_serve.slice_reference", "--model", str(args.out)]
     reference += ["--prompts", str(args.out / "prompts.json"), "--out", str(args.out / "reference.part")]
     started = time.monotonic()
@@ -112,7 +122,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         [*reference, "--device", args.reference_device],
         stdout=reference_log,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=inherited,
     )
     ended: dict[str, dict[str, Any]] = {}
     waiting = list(args.arms)  # started in this order
@@ -121,7 +131,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         while waiting or running or not (args.out / "reference.json").is_file():
             while waiting and len(running) < args.together:
                 name = waiting.pop(0)
-                running[name] = start(name, args.out, environment, list(ARMS).index(name))
+                running[name] = start(name, args.out, inherited, list(ARMS).index(name))
             for name, (process, since) in list(running.items()):
                 late = time.monotonic() - since > args.timeout
                 if late or process.poll() is not None:
@@ -149,20 +159,15 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return ended
 
 
-def start(name: str, out: Path, environment: Mapping[str, str], index: int) -> tuple[Any, float]:
+def start(name: str, out: Path, inherited: Mapping[str, str], index: int) -> tuple[Any, float]:
     """An arm in a process group of its own, with ports of its own."""
-    arm = ARMS[name]
-    own = dict(arm.get("env", {})) | {
-        "VLLM_PORT": str(21000 + 200 * index),
-        "MASTER_PORT": str(20500 + index),
-        "DECODE_PROBE_UNCURED": "1" if arm.get("uncured") else "0",
-    }
+    uncured = {"DECODE_PROBE_UNCURED": "1" if ARMS[name].get("uncured") else "0"}
     with (out / f"{slug(name)}.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, "--out", str(out), "--arm", name],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=dict(environment) | own,
+            env=dict(inherited) | environment(name, index) | uncured,
             start_new_session=True,
         )
     return process, time.monotonic()
@@ -181,31 +186,18 @@ def answer(name: str, out: Path) -> None:
     from vllm import LLM
 
     arm = ARMS[name]
-    dcp: dict[str, Any] = {}
-    if name != "tp2":
-        dcp = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
-    if "dcp_comm_backend" in arm:
-        dcp["dcp_comm_backend"] = arm["dcp_comm_backend"]
     engine = LLM(
         model=str(out),
-        skip_tokenizer_init=True,
-        load_format="kimi_k3_seeded",
-        dtype="bfloat16",
-        tensor_parallel_size=2,
-        attention_backend=arm["backend"],
+        **engine_arguments(name),
         enforce_eager=not arm.get("graphs", False),
         compilation_config=GRAPHS if arm.get("graphs") else {"mode": 0},
         max_model_len=16384,
         max_num_batched_tokens=2048,
         max_num_seqs=8,
         max_logprobs=TOP_K,
-        enable_prefix_caching=False,
         gpu_memory_utilization=0.05,  # of memory that must be free at the start; the KV cache has its own figure
         kv_cache_memory_bytes=1 << 30,
         worker_extension_cls="decode_probe.DecodeProbe",
-        disable_log_stats=True,
-        seed=0,
-        **dcp,
     )
     prompts = json.loads((out / "prompts.json").read_text())
     warm = [prompt["prompt"] for prompt in prompts[-2:]]
@@ -232,7 +224,7 @@ def answer(name: str, out: Path) -> None:
         alone: dict[str, Any] = {}
         probes: list[Any] = []
         for index, prompt in enumerate(prompts):
-            probe = index == PROBED and bool(dcp) and not arm.get("graphs")
+            probe = index == PROBED and name != "tp2" and not arm.get("graphs")
             if probe:
                 engine.collective_rpc("start_probe")
             alone |= forced(engine, [prompt], reference)

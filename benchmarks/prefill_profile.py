@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from decode_arms import ARMS, UNCURED, slug
+from decode_arms import ARMS, UNCURED, engine_arguments, environment, slug
 from decode_parity import stop
 from decode_verdict import last_words
 
@@ -84,18 +84,17 @@ def answer_file(out: Path, name: str) -> Path:
 def run(args: argparse.Namespace) -> list[str]:
     """Every arm to its answer, or none any further once one has failed or the time is up; what is wrong with whom."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    inherited = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     running: dict[str, Any] = {}
     deadline = time.monotonic() + args.timeout
     try:
         for index, name in enumerate(args.arms):
-            ports = {"VLLM_PORT": str(21000 + 200 * index), "MASTER_PORT": str(20500 + index)}
             with (args.out / f"{slug(name)}.log").open("w") as log:
                 running[name] = subprocess.Popen(
                     [sys.executable, __file__, *sys.argv[1:], "--arm", name],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment | ARMS[name].get("env", {}) | ports,
+                    env=inherited | environment(name, index),
                     start_new_session=True,
                 )
         while True:
@@ -118,31 +117,17 @@ def profile_arm(args: argparse.Namespace) -> None:
     signal.alarm(math.ceil(args.timeout) + 10)  # should nobody be left to end it
     from vllm import LLM
 
-    arm = ARMS[args.arm]
-    dcp: dict[str, Any] = {}
-    if args.arm != "tp2":
-        dcp = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
-    if "dcp_comm_backend" in arm:
-        dcp["dcp_comm_backend"] = arm["dcp_comm_backend"]
     engine = LLM(
         model=str(args.out / f"slice-{args.slice}"),
-        skip_tokenizer_init=True,
-        load_format="kimi_k3_seeded",
-        dtype="bfloat16",
-        tensor_parallel_size=2,
-        attention_backend=arm["backend"],
+        **engine_arguments(args.arm),
         enforce_eager=True,
         compilation_config={"mode": 0},
         max_model_len=args.tokens + 64,
         max_num_batched_tokens=CHUNK_TOKENS,
         max_num_seqs=16,
-        enable_prefix_caching=False,
         gpu_memory_utilization=0.15,  # of memory that must be free at the start; the KV cache has its own figure
         kv_cache_memory_bytes=KV_BYTES,
         worker_extension_cls="prefill_probe.PrefillProbe",
-        disable_log_stats=True,
-        seed=0,
-        **dcp,
     )
     compiling, *asked = prompts(0, args.prompts + 1, args.tokens, VOCAB_SIZE)
     (args.out / f"{slug(args.arm)}.loaded").touch()
