@@ -57,7 +57,7 @@ def coverages(requests: int, load: float, cells: int) -> list[Coverage]:
     ]
 
     def coverage(what: str, truth: float, make: Make) -> Coverage:
-        alone = [found for ttft_s, _ in measured if (found := make(ttft_s, requests))]
+        alone = [interval for ttft_s, _ in measured if (interval := make(ttft_s, requests))]
         found = [interval for ttft_s, count in measured if (interval := make(ttft_s, count))]
         held = sum(truth in interval for interval in found)
         return Coverage(

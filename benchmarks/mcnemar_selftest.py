@@ -12,6 +12,7 @@ reads a small p.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from statistics_selftest import LAUNCH_SPREAD, Case, Floats, keep, simulate
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=400, help="simulated pairs a case (default 400)")
     parser.add_argument("--out", type=Path, help="JSON; the table is written beside it as .md")
     arguments = parser.parse_args()
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "requests": requests,
             "launches": launches,

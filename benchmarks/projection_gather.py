@@ -176,7 +176,7 @@ class Bench:
         ways: dict[str, Call] = {
             "nccl": lambda _: [self.nccl(part) for part in own],
             "nccl+restore": restored,
-            "peer": lambda _: self.peer_pair.pair(*own),
+            "peer": lambda _: self.peer_pair.pair(own[0], own[1]),
         }
         for name in ("nccl+restore", "peer"):
             for found, expected in zip(ways[name](0), whole, strict=True):

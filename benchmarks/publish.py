@@ -202,7 +202,7 @@ def measure(args: argparse.Namespace, rank: int, world_size: int, host_group: An
             torch.cuda.synchronize()
             dist.barrier()
             different = differing_rows(case, {"peer": ranks.publisher, "nccl": ranks.collective})
-            ways = {
+            ways: dict[str, Callable[[], object]] = {
                 "stock": case.stock,
                 "nccl": partial(case.through, ranks.collective),
                 "peer": partial(case.through, ranks.publisher),

@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ class Layer:
         projected = (kv_c @ self.kv_b).view(len(kv_c), HEADS, NOPE + VALUE)
         key = torch.cat((projected[..., :NOPE], k_pe[:, None].expand(-1, HEADS, -1)), dim=-1)
         value = torch.nn.functional.pad(projected[..., NOPE:], (0, ROPE))
-        heads_first = [t.transpose(0, 1).unsqueeze(0) for t in (key, value)]
+        key, value = (heads.transpose(0, 1).unsqueeze(0) for heads in (key, value))
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-            return torch.nn.functional.scaled_dot_product_attention(self.query, *heads_first)
+            return torch.nn.functional.scaled_dot_product_attention(self.query, key, value)
 
 
 def serial(source: Publisher, chunks: list[Inputs], consume: Callable[[Planes], Any]) -> list[Any]:
@@ -96,6 +97,10 @@ def overlapped(
         outputs.append(consume(planes))
         consumed.append(main.record_event())
     return outputs
+
+
+def free(copies: list[Planes], consume: Callable[[Planes], Any]) -> list[Any]:
+    return [consume(planes) for planes in copies]
 
 
 def gather(source: Publisher, inputs: Inputs, slot: int) -> Planes:
@@ -178,11 +183,9 @@ def main() -> None:
             for a, b in zip(serial(two, chunks, layer), overlapped(three, chunks, layer, side), strict=True)
         )
         row: dict[str, Any] = {"queries": queries, "same_outputs": same}
-        row["serial_ms"] = median_ms(lambda layer=layer: serial(two, chunks, layer), args.repeats)  # type: ignore[misc]
-        row["overlapped_ms"] = median_ms(  # type: ignore[misc]
-            lambda layer=layer: overlapped(three, chunks, layer, side), args.repeats
-        )
-        row["free_ms"] = median_ms(lambda layer=layer: [layer(c) for c in copies], args.repeats)  # type: ignore[misc]
+        row["serial_ms"] = median_ms(partial(serial, two, chunks, layer), args.repeats)
+        row["overlapped_ms"] = median_ms(partial(overlapped, three, chunks, layer, side), args.repeats)
+        row["free_ms"] = median_ms(partial(free, copies, layer), args.repeats)
         facts["layers"].append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)
