@@ -2,6 +2,7 @@
 """Long contexts on servers that already run: TTFT of a lone prompt, and time between tokens at 1 and N contexts.
 
     python benchmarks/long_context.py --arm tp2=http://127.0.0.1:8001 --arm dcp2=http://127.0.0.1:8002 --json out.json
+    python benchmarks/long_context.py --read results/RUN/long_context-1.json      # what lone prompts of a record say
 
 Closed loop: every arm is asked the same random prompts, arms in turns, a cache salt each. TTFT: --repeats prompts, one
 at a time, seconds from sending to the first token. TPOT: median time between tokens of each of them, and of --contexts
@@ -11,13 +12,14 @@ prompts at once once all of them decode, milliseconds. What `bench --resident --
 import argparse
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.engines.endpoint import ask_model
 from harness.load import Target
-from harness.long_context import lone, paired_text, prompts, session, stream, together
+from harness.long_context import lone, paired_texts, prompts, question, session, stream, together
 from harness.options import parse_arm
 
 
@@ -28,29 +30,41 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     (first_ever,) = prompts(args.seed + 1, 1, args.tokens // 6, args.vocab_size)
     async with session() as client:  # compiles kernels
-        await asyncio.gather(*(stream(client, target, first_ever, 4) for target in targets))
+        await asyncio.gather(*(stream(client, question(target, first_ever, 4)) for target in targets))
     asked = prompts(args.seed, max(args.repeats, args.contexts), args.tokens, args.vocab_size)
     alone = await lone(targets, asked[: args.repeats])
-    found: dict[str, Any] = {"tokens": args.tokens, "lone": alone, "contexts": args.contexts, "together": {}}
-    for target in targets:
-        if args.contexts:
-            found["together"][target.name] = await together(target, asked[: args.contexts], args.chunk_tokens)
-        times = {"1": median(alone[target.name]["tpot_ms"])}
-        if args.contexts:
-            times[str(args.contexts)] = found["together"][target.name]["tpot_ms"]
-        print(
-            f"{target.name}: P50 TTFT {median(alone[target.name]['ttft_s']):.4f} s, ms between tokens {times}"
-        )
-    for target in targets[1:]:
-        print(paired_text(targets[0].name, target.name, alone))
+    found: dict[str, Any] = {"tokens": args.tokens, "lone": alone}
+    if args.contexts:
+        arms = {
+            target.name: await together(target, asked[: args.contexts], args.chunk_tokens)
+            for target in targets
+        }
+        found["together"] = {"contexts": args.contexts, "arms": arms}
     return found
+
+
+def told(found: Mapping[str, Any]) -> Iterator[str]:
+    """A record in lines: every arm, then every two arms."""
+    for name, alone in found["lone"].items():
+        yield (
+            f"{name}: P50 TTFT {median(alone['ttft_s']):.4f} s (n = {len(alone['ttft_s'])}),"
+            f" {median(alone['tpot_ms']):.2f} ms between tokens"
+        )
+    together = found.get("together") or {}
+    for name, times in together.get("arms", {}).items():
+        tpot_ms = times["tpot_ms"]
+        between = "never all decoding" if tpot_ms is None else f"{tpot_ms:.2f} ms between tokens"
+        yield f"{name}: {together['contexts']} contexts at once, {between}"
+    yield from paired_texts(found["lone"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arm", action="append", required=True, metavar="NAME=URL")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--arm", action="append", metavar="NAME=URL")
+    what.add_argument("--read", type=Path, metavar="RECORD", help="asks nobody")
     parser.add_argument("--tokens", type=int, default=120_000, help="of each prompt")
     parser.add_argument("--contexts", type=int, default=8, help="at once; 0 leaves them out")
     parser.add_argument(
@@ -61,7 +75,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = asyncio.run(measure(args))
+    found = json.loads(args.read.read_text()) if args.read else asyncio.run(measure(args))
+    print("\n".join(told(found)))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

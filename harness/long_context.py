@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
@@ -141,6 +141,11 @@ def while_all_decode(answers: Sequence[Answer]) -> dict[str, Any]:
     until_s = min(answer.token_s[-1] for answer in answers)
     gaps = [gap for answer in answers for gap in answer.gaps_s(since_s, until_s)]
     return {"tpot_ms": median(gaps) * 1e3 if gaps else None, "gaps": len(gaps)}
+
+
+def paired_texts(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """Of every two arms, in their order."""
+    return [paired_text(first, other, found) for first, other in combinations(found, 2)]
 
 
 def paired_text(first: str, other: str, found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

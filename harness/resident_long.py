@@ -60,9 +60,7 @@ class LongPrompts:
                 f"{name}, {asked}: P50 TTFT {median(arm['ttft_s']):.4f} s,"
                 f" {median(arm['tpot_ms']):.2f} ms between tokens"
             )
-        first, *others = times
-        for other in others:
-            paired = long_context.paired_text(first, other, times)
+        for paired in long_context.paired_texts(times):
             self._find(f"Lone prompts, TTFT (session {self._session}): {paired}")
 
     async def together(self, count: int) -> None:

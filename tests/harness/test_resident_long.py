@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long prompts of a resident run: what is asked, timed and said of them."""
 
+import asyncio
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 from aiohttp import web
 from commands import arguments
+from fake_server import FakeServer, Script
 
 from harness.cli import main
 from harness.engines.process import free_port
@@ -39,6 +44,32 @@ def test_paired_text_needs_six_pairs_for_an_interval() -> None:
     assert paired_text("a", "b", times) == (
         "b - a +0.3500 s (95 % +0.1000 to +0.6000 over prompts, of these launches alone)"
     )
+
+
+async def test_servers_that_run_already_are_asked_in_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """benchmarks/long_context.py, which starts no engines."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    benchmark = importlib.import_module("long_context")
+    kept = tmp_path / "times.json"
+    small = f"--tokens 60 --contexts 2 --chunk-tokens 60 --repeats 6 --json {kept}".split()
+    async with FakeServer() as fast, FakeServer(Script(delay_s=0.2)) as slow, FakeServer() as third:
+        servers = {"tp2": fast, "dcp2": slow, "dcp2-stock": third}
+        arms = [word for name, server in servers.items() for word in ("--arm", f"{name}={server.url}")]
+        monkeypatch.setattr(sys, "argv", ["long_context.py", *arms, *small])
+        await asyncio.to_thread(benchmark.main)
+        lengths = [len(body["prompt"]) for body in slow.bodies]
+    assert lengths == [10, *[60] * 8]  # the one that compiles, six alone, two at once
+    times = json.loads(kept.read_text())
+    assert min(times["lone"]["dcp2"]["ttft_s"]) > 0.2 > median(times["lone"]["tp2"]["ttft_s"])
+    assert len(times["together"]["arms"]["dcp2"]["ttft_s"]) == 2
+    printed = capsys.readouterr().out
+    pairs = [line.split(" (")[0].rsplit(maxsplit=2)[0] for line in printed.splitlines()[-3:]]
+    assert pairs == ["dcp2 - tp2", "dcp2-stock - tp2", "dcp2-stock - dcp2"]
+    monkeypatch.setattr(sys, "argv", ["long_context.py", "--read", str(kept)])
+    benchmark.main()
+    assert capsys.readouterr().out == printed
 
 
 def test_idle_engines_beside_get_no_verdict_from_three_prompts() -> None:
