@@ -15,6 +15,7 @@ from typing import Any
 SMI = ("nvidia-smi",)
 FACTS = (
     "name",
+    "uuid",
     "driver_version",
     "memory.total",
     "memory.used",

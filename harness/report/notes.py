@@ -18,6 +18,7 @@ def notes_of(manifest: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
         *manifest["notes"],
         *_set_aside(cells),
         *_vllm_nccl(manifest),
+        *_other_gpus(manifest),
         *_others_on_the_gpus(manifest),
         *clock_notes(manifest, cells),
     ]
@@ -46,10 +47,25 @@ def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _other_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Sessions on other GPUs than the first: their launches differ by those too. Older records do not tell."""
+    first: list[str] = []
+    for name, session in _sessions(manifest):
+        gpus = sorted(facts["uuid"] for facts in session.get("gpus", ()) if "uuid" in facts)
+        first = first or gpus
+        if gpus and gpus != first:
+            yield f"{name}: other GPUs than the first session's, so launches differ by the GPUs as well."
+
+
+def _sessions(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each by its name, of which a comparison of runs gives its own."""
+    for index, session in enumerate(manifest.get("sessions", ()), start=1):
+        yield session.get("name", f"Session {index}"), session
+
+
 def _others_on_the_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Memory in use before a session's engines started, or after they had ended: something else's, that may disturb."""
-    for index, session in enumerate(manifest.get("sessions", ()), start=1):
-        name = session.get("name", f"Session {index}")
+    for name, session in _sessions(manifest):
         for when, key in (
             ("before its engines started", "gpus"),
             ("after its engines had ended", "gpus_at_end"),

@@ -47,7 +47,7 @@ def test_gpus_as_nvidia_smi_names_them() -> None:
 
 
 def test_facts_of_gpus() -> None:
-    line = ", ".join(["NVIDIA H200", "580.159.04", "143771 MiB", *["1"] * (len(FACTS) - 3)])
+    line = ", ".join(["NVIDIA H200", "GPU-4d0c", "580.159.04", "143771 MiB", *["1"] * (len(FACTS) - 4)])
     (facts,) = gpu_facts(says(line))
     assert facts["driver_version"] == "580.159.04" and facts["memory.total"] == "143771 MiB"
     assert gpu_facts(says("[Not Supported]")) == []

@@ -428,6 +428,22 @@ def test_a_note_says_where_others_held_memory_of_the_gpus(tmp_path: Path) -> Non
     ]
 
 
+def test_a_note_says_which_sessions_ran_on_other_gpus(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "run", PAIR)
+    manifest, cells = store.manifest, list(store.cells())
+    one, other = [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}], [{"uuid": "GPU-1"}, {"uuid": "GPU-3"}]
+    manifest["sessions"] = [
+        {},
+        {"gpus": one},
+        {"gpus": other},
+        {"gpus": one[::-1]},
+        {"gpus": [{"name": "H200"}]},
+    ]
+    assert build_summary(manifest, cells)["notes"] == [
+        "Session 3: other GPUs than the first session's, so launches differ by the GPUs as well."
+    ]
+
+
 def test_parity_is_passed_on(tmp_path: Path) -> None:
     parity: dict[str, Any] = {"ok": True, "compared": 12, "diverged": []}
     summary = summary_of(tmp_path / "run", PAIR, parity=parity)
