@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-ACTIVITY, DEVICE = ProfilerActivity.CUDA, torch.autograd.DeviceType.CUDA
+ACTIVITY, DEVICE = ProfilerActivity.CUDA, DeviceType.CUDA
 
 
 class PrefillProbe:

@@ -2,19 +2,22 @@
 """Where the time of a long prefill goes in each arm: real vLLM engines on two GPUs, kernel by kernel.
 
     python benchmarks/prefill_profile.py --out FOLDER [--slice kimi-k3] [--arms NAME ...] [--tokens 120000]
+    python benchmarks/prefill_profile.py --read FOLDER/profile.json.gz      # prints the table again
 
 Every arm is an offline engine of a slice (`harness.slices`) in a process of its own. When all have loaded they answer
 in turns, one prompt each, the same in every arm, with nothing else on the GPUs: a first prompt compiles kernels,
 --prompts others are timed to their first token, and are then asked again under PyTorch's profiler (prefix cache off).
 
-FOLDER gets profile.json and each arm's log and answer. Printed is what differs between the arms: first tokens, the
+FOLDER gets profile.json.gz and each arm's log and answer. Printed is what differs between the arms: first tokens, the
 profiled prompts' span on the GPU, how much of it anything ran there, and every kernel or copy whose time differs
-between two arms by --least milliseconds or more, every prompt of one above every prompt of the other. Times are means
-over ranks and prompts, and overlapping ones both count. A kernel that waits for the other rank, of a collective or of
-peer memory, counts its waiting. The profiler slows launches: idle time in a profiled span may be its own.
+between two arms by --least milliseconds or more, every prompt of one above every prompt of the other. Times are rank
+0's and rank 1's, means over prompts, and overlapping ones both count. A kernel that waits for the other rank, of a
+collective or of peer memory, counts its waiting: the rank that comes last waits least. The profiler slows launches:
+idle time in a profiled span may be its own.
 """
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -41,6 +44,8 @@ from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 ROOT = Path(__file__).parents[1]
 CHUNK_TOKENS = 8192
 NAME_WIDTH = 200  # characters of a kernel's name
+ByPrompt = Sequence[Sequence[float]]
+"""Milliseconds of each prompt on every rank."""
 KV_BYTES = 3 << 30  # of a rank: more than a prompt of 200,000 tokens takes under TP in the all-MLA slice
 
 
@@ -48,7 +53,9 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--out", type=Path, required=True)
+    what = options.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path)
+    what.add_argument("--read", type=Path, metavar="PROFILE", help="a profile.json.gz; runs nothing")
     options.add_argument("--slice", choices=list(FULL_ATTENTION), default="kimi-k3")
     served = [name for name, arm in ARMS.items() if name not in UNCURED and not arm.get("graphs")]
     options.add_argument("--arms", nargs="+", choices=served, default=["tp2", "fa3+a2a", "peer fa3"])
@@ -59,6 +66,9 @@ def main() -> None:
     options.add_argument("--arm", choices=served, help=argparse.SUPPRESS)
     args = options.parse_args()
     args.arms = list(dict.fromkeys(args.arms))
+    if args.read:
+        print("\n".join(table(json.loads(gzip.decompress(args.read.read_bytes()))["arms"], args.least)))
+        return
     if args.arm:
         profile_arm(args)
         return
@@ -70,7 +80,8 @@ def main() -> None:
     answered = [name for name in args.arms if answer_file(args.out, name).is_file()]
     arms = {name: json.loads(answer_file(args.out, name).read_text()) for name in answered}
     report = {"slice": args.slice, "tokens": args.tokens, "chunk_tokens": CHUNK_TOKENS, "arms": arms}
-    (args.out / "profile.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    packed = gzip.compress(json.dumps(report, allow_nan=False).encode(), mtime=0)
+    write_bytes(args.out / "profile.json.gz", packed)
     if arms:
         print("\n".join(table(arms, args.least)))
     if wrong:
@@ -185,27 +196,44 @@ def table(arms: Mapping[str, Mapping[str, Any]], least: float) -> Iterator[str]:
     """Lines: one column an arm, milliseconds; kernels by how much they differ."""
     columns = list(arms.values())
     times = [kernel_ms(arm) for arm in columns]
-    listed = differing(times, least)
-    yield line(arms, "milliseconds")
-    for what, values in {
-        "first token, median, not profiled": [1000 * statistics.median(arm["ttft_s"]) for arm in columns],
-        "first token, median, profiled": [
-            1000 * statistics.median(arm["profiled_ttft_s"]) for arm in columns
-        ],
-        "span on the GPU": [mean(arm, "span_ms") for arm in columns],
-        "of it anything ran": [mean(arm, "busy_ms") for arm in columns],
-        "all kernels, summed": [sum(map(statistics.mean, found.values())) for found in times],
-        **{kernel: [statistics.mean(found.get(kernel, [0.0])) for found in times] for kernel in listed},
-        "kernels not listed, summed": [
-            sum(statistics.mean(ms) for kernel, ms in found.items() if kernel not in listed)
-            for found in times
-        ],
-    }.items():
-        yield line([f"{value:.1f}" for value in values], what[:NAME_WIDTH])
+    listed = differing([{name: means(found[name]) for name in found} for found in times], least)
+    yield line(arms, "milliseconds: rank 0, rank 1")
+    yield line(
+        [f"{1000 * statistics.median(arm['ttft_s']):.1f}" for arm in columns],
+        "first token, median, not profiled",
+    )
+    yield line(
+        [f"{1000 * statistics.median(arm['profiled_ttft_s']):.1f}" for arm in columns],
+        "first token, median, profiled",
+    )
+    for what, key in (("span on the GPU", "span_ms"), ("of it anything ran", "busy_ms")):
+        yield line(
+            [shown([[rank[key] for rank in ranks] for ranks in arm["prompts"]]) for arm in columns], what
+        )
+    yield line([shown(summed(found)) for found in times], "all kernels, summed")
+    for kernel in listed:
+        yield line([shown(found[kernel]) if kernel in found else "-" for found in times], kernel[:NAME_WIDTH])
+    others = [{name: by_rank for name, by_rank in found.items() if name not in listed} for found in times]
+    yield line([shown(summed(found)) for found in others], "kernels not listed, summed")
 
 
 def line(columns: Iterable[str], what: str) -> str:
-    return "".join(f"{column:>12s}" for column in columns) + f"  {what}"
+    return "".join(f"{column:>18s}" for column in columns) + f"  {what}"
+
+
+def shown(by_prompt: ByPrompt) -> str:
+    """Each rank's mean over prompts."""
+    return " ".join(f"{statistics.mean(prompts):8.1f}" for prompts in zip(*by_prompt, strict=True))
+
+
+def means(by_prompt: ByPrompt) -> list[float]:
+    """Of each prompt, over ranks."""
+    return [statistics.mean(ranks) for ranks in by_prompt]
+
+
+def summed(found: Mapping[str, ByPrompt]) -> ByPrompt:
+    """Of every prompt and rank, over kernels."""
+    return [[sum(times) for times in zip(*ranks, strict=True)] for ranks in zip(*found.values(), strict=True)]
 
 
 def differing(times: Sequence[Mapping[str, Sequence[float]]], least: float) -> list[str]:
@@ -224,16 +252,12 @@ def differing(times: Sequence[Mapping[str, Sequence[float]]], least: float) -> l
     return sorted((kernel for kernel in apart if apart[kernel] >= least), key=lambda kernel: -apart[kernel])
 
 
-def mean(arm: Mapping[str, Any], what: str) -> float:
-    return statistics.mean(rank[what] for ranks in arm["prompts"] for rank in ranks)
-
-
-def kernel_ms(arm: Mapping[str, Any]) -> dict[str, list[float]]:
-    """By kernel, of each prompt the mean over the ranks; a rank that did not launch it counts as zero."""
+def kernel_ms(arm: Mapping[str, Any]) -> dict[str, ByPrompt]:
+    """By kernel, of each prompt what it took on every rank; 0 where a rank did not launch it."""
     by_prompt = [[rank["kernels"] for rank in ranks] for ranks in arm["prompts"]]
-    names = {name for ranks in by_prompt for rank in ranks for name in rank}
+    names = {name for ranks in by_prompt for kernels in ranks for name in kernels}
     return {
-        name: [sum(rank[name]["ms"] for rank in ranks if name in rank) / len(ranks) for ranks in by_prompt]
+        name: [[kernels.get(name, {"ms": 0.0})["ms"] for kernels in ranks] for ranks in by_prompt]
         for name in names
     }
 

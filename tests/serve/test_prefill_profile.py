@@ -2,7 +2,9 @@
 """What benchmarks/prefill_profile.py makes of kernels, and of arms that end without an answer."""
 
 import argparse
+import gzip
 import importlib
+import json
 import subprocess
 import sys
 import threading
@@ -67,14 +69,35 @@ def test_kernels_that_differ_stand_in_the_table_the_farthest_apart_first(load: A
     }
     lines = list(load("prefill_profile").table(arms, least=0.3))
     assert [line.split()[-1] for line in lines[6:-1]] == ["publish", "near"]
-    assert lines[6].split()[:2] == ["0.0", "1.0"]
-    assert lines[5].split()[:2] == ["8.1", "10.0"]  # all kernels
-    assert lines[-1].split()[:2] == ["7.1", "7.6"]  # gemm, and noisy, which varies as much in one arm
+    assert lines[6].split()[:3] == ["-", "1.0", "1.0"]
+    assert lines[5].split()[:3:2] == ["8.1", "10.0"]  # all kernels
+    assert lines[-1].split()[:3:2] == ["7.1", "7.6"]  # gemm, and noisy, which varies as much in one arm
 
 
-def test_a_kernel_of_one_rank_alone_counts_half(load: Any) -> None:
-    ranks = [{"kernels": {"copy": {"calls": 1, "ms": 3.0}}}, {"kernels": {}}]
-    assert load("prefill_profile").kernel_ms({"prompts": [ranks]}) == {"copy": [pytest.approx(1.5)]}
+def test_each_rank_stands_in_the_table(load: Any) -> None:
+    prompts = [
+        [{"kernels": {"publish": {"calls": 1, "ms": ms}}} for ms in (first, 7.0 - first)]
+        for first in (1.0, 3.0)
+    ]
+    prompts[0][1]["kernels"]["copy"] = {"calls": 1, "ms": 3.0}
+    module = load("prefill_profile")
+    found = module.kernel_ms({"prompts": prompts})
+    assert module.shown(found["publish"]).split() == ["2.0", "5.0"]
+    assert module.shown(found["copy"]).split() == [
+        "0.0",
+        "1.5",
+    ]  # a rank that did not launch it counts as zero
+    assert module.summed(found) == [[1.0, 9.0], [3.0, 4.0]]
+
+
+def test_a_profile_that_was_kept_prints_its_table_again(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "profile.json.gz"
+    kept.write_bytes(gzip.compress(json.dumps({"arms": {"tp2": answer({"gemm": 5.0})}}).encode()))
+    monkeypatch.setattr(sys, "argv", ["prefill_profile.py", "--read", str(kept)])
+    load("prefill_profile").main()
+    assert "5.0      5.0  all kernels, summed" in capsys.readouterr().out
 
 
 def test_a_profile_without_kernels_is_an_error(load: Any) -> None:
