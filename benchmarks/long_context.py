@@ -12,6 +12,7 @@ prompts at once once all of them decode, milliseconds. What `bench --resident --
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,16 @@ from typing import Any
 
 from harness.engines.endpoint import ask_model
 from harness.load import Target
-from harness.long_context import lone, paired_texts, prompts, question, session, stream, together
+from harness.long_context import (
+    between_text,
+    lone,
+    paired_texts,
+    prompts,
+    question,
+    session,
+    stream,
+    together,
+)
 from harness.options import parse_arm
 
 
@@ -45,17 +55,16 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def told(found: Mapping[str, Any]) -> Iterator[str]:
     """A record in lines: every arm, then every two arms."""
-    for name, alone in found["lone"].items():
+    lone = found.get("lone") or {}
+    for name, alone in lone.items():
         yield (
             f"{name}: P50 TTFT {median(alone['ttft_s']):.4f} s (n = {len(alone['ttft_s'])}),"
             f" {median(alone['tpot_ms']):.2f} ms between tokens"
         )
     together = found.get("together") or {}
     for name, times in together.get("arms", {}).items():
-        tpot_ms = times["tpot_ms"]
-        between = "never all decoding" if tpot_ms is None else f"{tpot_ms:.2f} ms between tokens"
-        yield f"{name}: {together['contexts']} contexts at once, {between}"
-    yield from paired_texts(found["lone"])
+        yield f"{name}: {together['contexts']} contexts at once, {between_text(times['tpot_ms'])}"
+    yield from paired_texts(lone)
 
 
 def main() -> None:
@@ -76,7 +85,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = json.loads(args.read.read_text()) if args.read else asyncio.run(measure(args))
-    print("\n".join(told(found)))
+    lines = list(told(found))
+    if not lines:
+        sys.exit(f"{args.read} holds neither lone prompts nor contexts at once; name a long_context-N.json")
+    print("\n".join(lines))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

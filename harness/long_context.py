@@ -143,6 +143,11 @@ def while_all_decode(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"tpot_ms": median(gaps) * 1e3 if gaps else None, "gaps": len(gaps)}
 
 
+def between_text(tpot_ms: float | None) -> str:
+    """Of contexts at once; None as `together` gives it."""
+    return "never all decoding" if tpot_ms is None else f"{tpot_ms:.2f} ms between tokens"
+
+
 def paired_texts(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     """Of every two arms, in their order."""
     return [paired_text(first, other, found) for first, other in combinations(found, 2)]

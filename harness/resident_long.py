@@ -72,8 +72,7 @@ class LongPrompts:
             times = await long_context.together(target, self._prompts(count), chunk_tokens)
             arms["arms"][name] = times
             self._keep()
-            tpot_ms = times["tpot_ms"]
-            between = "never all decoding" if tpot_ms is None else f"{tpot_ms:.2f} ms between tokens"
+            between = long_context.between_text(times["tpot_ms"])
             self._find(
                 f"{name}, {count} contexts of {self._tokens:,} tokens at once (session {self._session}): {between}"
             )

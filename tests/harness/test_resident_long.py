@@ -54,15 +54,19 @@ async def test_servers_that_run_already_are_asked_in_turns(
     benchmark = importlib.import_module("long_context")
     kept = tmp_path / "times.json"
     small = f"--tokens 60 --contexts 2 --chunk-tokens 60 --repeats 6 --json {kept}".split()
-    async with FakeServer() as fast, FakeServer(Script(delay_s=0.2)) as slow, FakeServer() as third:
+    async with FakeServer() as fast, FakeServer(Script(delay_s=0.4)) as slow, FakeServer() as third:
         servers = {"tp2": fast, "dcp2": slow, "dcp2-stock": third}
         arms = [word for name, server in servers.items() for word in ("--arm", f"{name}={server.url}")]
         monkeypatch.setattr(sys, "argv", ["long_context.py", *arms, *small])
         await asyncio.to_thread(benchmark.main)
         lengths = [len(body["prompt"]) for body in slow.bodies]
+        came = sorted(
+            (at_s, name) for name, server in servers.items() for at_s in server.arrivals_unix_s[1:7]
+        )
     assert lengths == [10, *[60] * 8]  # the one that compiles, six alone, two at once
     times = json.loads(kept.read_text())
-    assert min(times["lone"]["dcp2"]["ttft_s"]) > 0.2 > median(times["lone"]["tp2"]["ttft_s"])
+    assert [name for _, name in came] == [*servers, *reversed(servers)] * 3
+    assert min(times["lone"]["dcp2"]["ttft_s"]) > 0.4 > median(times["lone"]["tp2"]["ttft_s"])
     assert len(times["together"]["arms"]["dcp2"]["ttft_s"]) == 2
     printed = capsys.readouterr().out
     pairs = [line.split(" (")[0].rsplit(maxsplit=2)[0] for line in printed.splitlines()[-3:]]
@@ -70,6 +74,12 @@ async def test_servers_that_run_already_are_asked_in_turns(
     monkeypatch.setattr(sys, "argv", ["long_context.py", "--read", str(kept)])
     benchmark.main()
     assert capsys.readouterr().out == printed
+    kept.write_text(json.dumps({"together": times["together"]}))
+    benchmark.main()
+    assert capsys.readouterr().out.startswith("tp2: 2 contexts at once, ")
+    kept.write_text("{}")
+    with pytest.raises(SystemExit, match="holds neither lone prompts nor contexts at once"):
+        benchmark.main()
 
 
 def test_idle_engines_beside_get_no_verdict_from_three_prompts() -> None:
