@@ -49,12 +49,14 @@ def _vllm_nccl(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _other_gpus(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Sessions on other GPUs than the first: their launches differ by those too. Older records do not tell."""
-    first: list[str] = []
-    for name, session in _sessions(manifest):
-        gpus = sorted(facts["uuid"] for facts in session.get("gpus", ()) if "uuid" in facts)
-        first = first or gpus
-        if gpus and gpus != first:
-            yield f"{name}: other GPUs than the first session's, so launches differ by the GPUs as well."
+    known = [
+        (name, gpus)
+        for name, session in _sessions(manifest)
+        if (gpus := sorted(facts["uuid"] for facts in session.get("gpus", ()) if "uuid" in facts))
+    ]
+    for name, gpus in known[1:]:
+        if gpus != known[0][1]:
+            yield f"{name}: other GPUs than those of {known[0][0]}, so launches differ by the GPUs as well."
 
 
 def _sessions(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -440,7 +440,7 @@ def test_a_note_says_which_sessions_ran_on_other_gpus(tmp_path: Path) -> None:
         {"gpus": [{"name": "H200"}]},
     ]
     assert build_summary(manifest, cells)["notes"] == [
-        "Session 3: other GPUs than the first session's, so launches differ by the GPUs as well."
+        "Session 3: other GPUs than those of Session 2, so launches differ by the GPUs as well."
     ]
 
 
