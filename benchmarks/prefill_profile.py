@@ -5,8 +5,9 @@
     python benchmarks/prefill_profile.py --read FOLDER/profile.json.gz      # prints the table again
 
 Every arm is an offline engine of a slice (`harness.slices`) in a process of its own. When all have loaded they answer
-in turns, one prompt each, the same in every arm, with nothing else on the GPUs: a first prompt compiles kernels,
---prompts others are timed to their first token, and are then asked again under PyTorch's profiler (prefix cache off).
+in turns (A B C C B A), one prompt each, the same in every arm, with nothing else on the GPUs: a first prompt compiles
+kernels, --prompts others are timed to their first token, and are then asked again under PyTorch's profiler. The
+prefix cache is off.
 
 FOLDER gets profile.json.gz and each arm's log and answer. Printed is what differs between the arms: first tokens, the
 profiled prompts' span on the GPU, how much of it anything ran there, and every kernel or copy whose time differs
@@ -21,6 +22,7 @@ import gzip
 import json
 import math
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -28,6 +30,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
 from itertools import count, permutations
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from decode_verdict import last_words
 
 from harness.files import write_bytes
 from harness.long_context import prompts
+from harness.nvidia import gpu_facts
 from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 
 ROOT = Path(__file__).parents[1]
@@ -76,10 +80,19 @@ def main() -> None:
     if any(args.out.iterdir()):
         sys.exit(f"{args.out} is not empty; name a new folder")
     write_slice(args.slice, args.out)
+    gpus = gpu_facts()
     wrong = run(args)
     answered = [name for name in args.arms if answer_file(args.out, name).is_file()]
     arms = {name: json.loads(answer_file(args.out, name).read_text()) for name in answered}
-    report = {"slice": args.slice, "tokens": args.tokens, "chunk_tokens": CHUNK_TOKENS, "arms": arms}
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "packages": {name: version(name) for name in ("torch", "vllm")},
+        "gpus": gpus,
+        "slice": args.slice,
+        "tokens": args.tokens,
+        "chunk_tokens": CHUNK_TOKENS,
+        "arms": arms,
+    }
     packed = gzip.compress(json.dumps(report, allow_nan=False).encode(), mtime=0)
     write_bytes(args.out / "profile.json.gz", packed)
     if arms:
@@ -166,14 +179,16 @@ def profile_arm(args: argparse.Namespace) -> None:
 
 @contextmanager
 def turn(out: Path, arms: Sequence[str], arm: str, number: int) -> Iterator[None]:
-    """An arm's turn of this number, from 0: behind the arm before it, and the first one's behind all that load."""
+    """An arm's turn of this number, from 0, in the order A B C C B A: the first of all begins when all have loaded."""
 
     def mark(name: str, what: int | str) -> Path:
         return out / f"{slug(name)}.{what}"
 
-    index = arms.index(arm)
-    if index or number:
-        awaited = [mark(arms[index - 1], number if index else number - 1)]
+    order = arms[::-1] if number % 2 else arms
+    if index := order.index(arm):
+        awaited = [mark(order[index - 1], number)]
+    elif number:
+        awaited = [mark(arm, number - 1)]  # who was the last is the first
     else:
         awaited = [mark(name, "loaded") for name in arms]
     while not all(path.exists() for path in awaited):
@@ -214,7 +229,7 @@ def table(arms: Mapping[str, Mapping[str, Any]], least: float) -> Iterator[str]:
     for kernel in listed:
         yield line([shown(found[kernel]) if kernel in found else "-" for found in times], kernel[:NAME_WIDTH])
     others = [{name: by_rank for name, by_rank in found.items() if name not in listed} for found in times]
-    yield line([shown(summed(found)) for found in others], "kernels not listed, summed")
+    yield line([shown(summed(found)) if found else "-" for found in others], "kernels not listed, summed")
 
 
 def line(columns: Iterable[str], what: str) -> str:
