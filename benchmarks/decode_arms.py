@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `decode_parity.py` compares, and `prefill_profile.py`: the slice, the prompts' lengths, and the arms."""
 
+import os
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"],
@@ -106,10 +110,21 @@ def engine_arguments(name: str) -> dict[str, Any]:
     }
 
 
-def environment(name: str, index: int) -> dict[str, str]:
-    """An arm's own, and ports of its own: `index` tells arms apart that run at once."""
-    ports = {"VLLM_PORT": str(21000 + 200 * index), "MASTER_PORT": str(20500 + index)}
-    return dict(ARMS[name].get("env", {})) | ports
+def environment() -> dict[str, str]:
+    """This process's, in which Python finds the repository and these scripts: vLLM's workers import their probes."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def arm_environment(name: str, index: int) -> dict[str, str]:
+    """With an arm's own, and ports of its own: `index` tells arms apart that run at once."""
+    arm = ARMS[name]
+    own: dict[str, str] = {
+        **arm.get("env", {}),
+        "VLLM_PORT": str(21000 + 200 * index),
+        "MASTER_PORT": str(20500 + index),
+        "DECODE_PROBE_UNCURED": "1" if arm.get("uncured") else "0",
+    }
+    return environment() | own
 
 
 def slug(name: str) -> str:

@@ -47,6 +47,7 @@ from decode_arms import (
     LENGTHS,
     OUTPUT_TOKENS,
     UNCURED,
+    arm_environment,
     engine_arguments,
     environment,
     slug,
@@ -55,8 +56,6 @@ from decode_verdict import judge, last_words, progress, progress_file, table
 
 from harness.files import write_bytes  # whole or not at all: an arm may be killed at any time
 from harness.slices import FULL_ATTENTION, slice_config
-
-ROOT = Path(__file__).parents[1]
 
 TOP_K = 20
 RESTARTS = 8
@@ -113,7 +112,6 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The reference and every arm, at most `args.together` at once; by arm its exit status or that it was late."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
-    inherited = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     reference = [sys.executable, "-m", "kimi_k3_serve.slice_reference", "--model", str(args.out)]
     reference += ["--prompts", str(args.out / "prompts.json"), "--out", str(args.out / "reference.part")]
     started = time.monotonic()
@@ -122,7 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         [*reference, "--device", args.reference_device],
         stdout=reference_log,
         stderr=subprocess.STDOUT,
-        env=inherited,
+        env=environment(),
     )
     ended: dict[str, dict[str, Any]] = {}
     waiting = list(args.arms)  # started in this order
@@ -131,7 +129,8 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         while waiting or running or not (args.out / "reference.json").is_file():
             while waiting and len(running) < args.together:
                 name = waiting.pop(0)
-                running[name] = start(name, args.out, inherited, list(ARMS).index(name))
+                command = [__file__, "--out", str(args.out)]
+                running[name] = start(command, name, args.out, list(ARMS).index(name)), time.monotonic()
             for name, (process, since) in list(running.items()):
                 late = time.monotonic() - since > args.timeout
                 if late or process.poll() is not None:
@@ -159,18 +158,16 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return ended
 
 
-def start(name: str, out: Path, inherited: Mapping[str, str], index: int) -> tuple[Any, float]:
-    """An arm in a process group of its own, with ports of its own."""
-    uncured = {"DECODE_PROBE_UNCURED": "1" if ARMS[name].get("uncured") else "0"}
+def start(command: Sequence[str], name: str, out: Path, index: int) -> subprocess.Popen[bytes]:
+    """A script's arm in a process group of its own, with a log and ports of its own."""
     with (out / f"{slug(name)}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--out", str(out), "--arm", name],
+        return subprocess.Popen(
+            [sys.executable, *command, "--arm", name],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=dict(inherited) | environment(name, index) | uncured,
+            env=arm_environment(name, index),
             start_new_session=True,
         )
-    return process, time.monotonic()
 
 
 def stop(process: Any) -> None:

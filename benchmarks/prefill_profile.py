@@ -21,31 +21,28 @@ import argparse
 import gzip
 import json
 import math
-import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import version
 from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from decode_arms import ARMS, UNCURED, engine_arguments, environment, slug
-from decode_parity import stop
+from decode_arms import ARMS, UNCURED, engine_arguments, slug
+from decode_parity import start, stop
 from decode_verdict import last_words
 
 from harness.files import write_bytes
 from harness.long_context import prompts
+from harness.manifest import package_versions
 from harness.nvidia import gpu_facts
 from harness.slices import FULL_ATTENTION, VOCAB_SIZE, write_slice
 
-ROOT = Path(__file__).parents[1]
 CHUNK_TOKENS = 8192
 NAME_WIDTH = 200  # characters of a kernel's name
 ByPrompt = Sequence[Sequence[float]]
@@ -86,7 +83,7 @@ def main() -> None:
     arms = {name: json.loads(answer_file(args.out, name).read_text()) for name in answered}
     report = {
         "command": shlex.join(["python", *sys.argv]),
-        "packages": {name: version(name) for name in ("torch", "vllm")},
+        "packages": package_versions(),
         "gpus": gpus,
         "slice": args.slice,
         "tokens": args.tokens,
@@ -108,19 +105,11 @@ def answer_file(out: Path, name: str) -> Path:
 def run(args: argparse.Namespace) -> list[str]:
     """Every arm to its answer, or none any further once one has failed or the time is up; what is wrong with whom."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing stays behind
-    inherited = os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     running: dict[str, Any] = {}
     deadline = time.monotonic() + args.timeout
     try:
         for index, name in enumerate(args.arms):
-            with (args.out / f"{slug(name)}.log").open("w") as log:
-                running[name] = subprocess.Popen(
-                    [sys.executable, __file__, *sys.argv[1:], "--arm", name],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=inherited | environment(name, index),
-                    start_new_session=True,
-                )
+            running[name] = start([__file__, *sys.argv[1:]], name, args.out, index)
         while True:
             ended = [name for name in running if running[name].poll() is not None]
             waited_for = [name for name in running if not answer_file(args.out, name).is_file()]
@@ -213,14 +202,9 @@ def table(arms: Mapping[str, Mapping[str, Any]], least: float) -> Iterator[str]:
     times = [kernel_ms(arm) for arm in columns]
     listed = differing([{name: means(found[name]) for name in found} for found in times], least)
     yield line(arms, "milliseconds: rank 0, rank 1")
-    yield line(
-        [f"{1000 * statistics.median(arm['ttft_s']):.1f}" for arm in columns],
-        "first token, median, not profiled",
-    )
-    yield line(
-        [f"{1000 * statistics.median(arm['profiled_ttft_s']):.1f}" for arm in columns],
-        "first token, median, profiled",
-    )
+    for what, key in (("not profiled", "ttft_s"), ("profiled", "profiled_ttft_s")):
+        medians = [f"{1000 * statistics.median(arm[key]):.1f}" for arm in columns]
+        yield line(medians, f"first token, median, {what}")
     for what, key in (("span on the GPU", "span_ms"), ("of it anything ran", "busy_ms")):
         yield line(
             [shown([[rank[key] for rank in ranks] for ranks in arm["prompts"]]) for arm in columns], what

@@ -83,7 +83,7 @@ def new_manifest(
         "fixed_cohort": fixed_cohort,
         "shared_cores": shared_cores,
         "host": host_facts(),
-        "packages": _package_versions(),
+        "packages": package_versions(),
         "parity": None,
         "notes": list(notes),
     }
@@ -120,7 +120,8 @@ def new_arm(
     }
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of those in `PACKAGES` that are installed here."""
     versions = {}
     for name in PACKAGES:
         try:

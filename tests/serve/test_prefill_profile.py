@@ -83,10 +83,8 @@ def test_each_rank_stands_in_the_table(load: Any) -> None:
     module = load("prefill_profile")
     found = module.kernel_ms({"prompts": prompts})
     assert module.shown(found["publish"]).split() == ["2.0", "5.0"]
-    assert module.shown(found["copy"]).split() == [
-        "0.0",
-        "1.5",
-    ]  # a rank that did not launch it counts as zero
+    # A rank that did not launch it counts as zero.
+    assert module.shown(found["copy"]).split() == ["0.0", "1.5"]
     assert module.summed(found) == [[1.0, 9.0], [3.0, 4.0]]
 
 
@@ -150,7 +148,7 @@ def test_a_run_ends_with_what_is_wrong_and_leaves_nothing_behind(
 
     module = load("prefill_profile")
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(module.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     arms = ["tp2", "peer fa3"][: len(scripts)]
     timeout = 0.5 if "no answer" in "".join(wrong) else 60.0
     assert module.run(argparse.Namespace(out=tmp_path, arms=arms, timeout=timeout)) == wrong
