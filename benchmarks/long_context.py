@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness.engines.endpoint import ask_model
@@ -23,6 +22,7 @@ from harness.load import Target
 from harness.long_context import (
     between_text,
     lone,
+    lone_text,
     paired_texts,
     prompts,
     question,
@@ -57,10 +57,7 @@ def told(found: Mapping[str, Any]) -> Iterator[str]:
     """A record in lines: every arm, then every two arms."""
     lone = found.get("lone") or {}
     for name, alone in lone.items():
-        yield (
-            f"{name}: P50 TTFT {median(alone['ttft_s']):.4f} s (n = {len(alone['ttft_s'])}),"
-            f" {median(alone['tpot_ms']):.2f} ms between tokens"
-        )
+        yield f"{name} (n = {len(alone['ttft_s'])}): {lone_text(alone)}"
     together = found.get("together") or {}
     for name, times in together.get("arms", {}).items():
         yield f"{name}: {together['contexts']} contexts at once, {between_text(times['tpot_ms'])}"

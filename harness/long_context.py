@@ -143,6 +143,11 @@ def while_all_decode(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"tpot_ms": median(gaps) * 1e3 if gaps else None, "gaps": len(gaps)}
 
 
+def lone_text(times: Mapping[str, Sequence[float]]) -> str:
+    """Of an arm's lone prompts."""
+    return f"P50 TTFT {median(times['ttft_s']):.4f} s, {median(times['tpot_ms']):.2f} ms between tokens"
+
+
 def between_text(tpot_ms: float | None) -> str:
     """Of contexts at once; None as `together` gives it."""
     return "never all decoding" if tpot_ms is None else f"{tpot_ms:.2f} ms between tokens"

@@ -56,10 +56,7 @@ class LongPrompts:
         self._keep()
         asked = f"lone prompts of {self._tokens:,} tokens (n = {count}, session {self._session})"
         for name, arm in times.items():
-            self._find(
-                f"{name}, {asked}: P50 TTFT {median(arm['ttft_s']):.4f} s,"
-                f" {median(arm['tpot_ms']):.2f} ms between tokens"
-            )
+            self._find(f"{name}, {asked}: {long_context.lone_text(arm)}")
         for paired in long_context.paired_texts(times):
             self._find(f"Lone prompts, TTFT (session {self._session}): {paired}")
 
